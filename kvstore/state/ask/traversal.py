@@ -173,7 +173,7 @@ class Removal:
 
     def _take(self, table: PageTable, node: PrefixNode) -> int:
         """Drop a node's pages if allowed; returns how many pages or nodes that was."""
-        assert node.count == 1
+        assert node.count == 1, node
         if node.pins or node.below or not node.digests:
             self.kept += 1
             return 1

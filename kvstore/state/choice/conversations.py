@@ -293,8 +293,8 @@ class Conversations:
                 for node in some:
                     charge = self._charged.get(node)
                     kept = one.nodes.get(node.key) is node
-                    assert kept == (charge is not None and charge.is_of(one))
-                    assert not kept or node.pins
+                    assert kept == (charge is not None and charge.is_of(one)), node
+                    assert not kept or node.pins, node
                 yield len(some)
 
     def check(self) -> None:
@@ -390,7 +390,7 @@ class Conversations:
             self._remove(one)
 
     def _take(self, found: Conversation, key: PrefixKey, node: PrefixNode, size: int) -> None:
-        assert key not in found.nodes
+        assert key not in found.nodes, node
         charge = self._charged.get(node)
         if charge is None:
             self._charged[node] = _Charge(size, found)
@@ -415,7 +415,7 @@ class Conversations:
     def _discharge(self, found: Conversation, node: PrefixNode) -> None:
         charge = self._charged[node]
         found.size_bytes -= charge.size_bytes
-        assert found.size_bytes >= 0
+        assert found.size_bytes >= 0, node
         if charge.remove(found):
             del self._charged[node]
             self._count(found, -charge.size_bytes)
@@ -482,10 +482,10 @@ class _Keep:
 def _pin(node: PrefixNode, tier: Tier, change: int) -> None:
     if tier == "ssd":
         node.disk_pins += change
-        assert node.disk_pins >= 0
+        assert node.disk_pins >= 0, node
     else:
         node.memory_pins += change
-        assert node.memory_pins >= 0
+        assert node.memory_pins >= 0, node
 
 
 def _size(node: PrefixNode, tier: Tier) -> int:

@@ -159,7 +159,7 @@ class Eviction:
 
     def used(self, node: PrefixNode, tick: int) -> None:
         """A request used the prefix that ends at ``node``; call once per request."""
-        assert node.ready, "only a READY page is read"
+        assert node.ready, ("only a READY page is read", node)
         self._tick = tick
         node.uses += 1
         node.ask_depth = 0
@@ -333,7 +333,7 @@ class Eviction:
         """Whether to skip ``node`` because it is young, and evict another one instead."""
         if not self._has_grace(node) or self.now_ns < self._graceless_until_ns.get(queue, 0):
             return False
-        assert queue[1] not in node.queued, "it is still in the queue"
+        assert queue[1] not in node.queued, ("it is still in the queue", node)
         passed = self._passed.get(queue)
         if passed is None:
             passed = self._passed[queue] = Passed()
@@ -347,7 +347,7 @@ class Eviction:
                 self._offer_again(queue, gone)
             else:
                 self._lift_grace(queue)
-        assert len(passed.leaves) < GRACE_LOOKS
+        assert len(passed.leaves) < GRACE_LOOKS, node
         return True
 
     def _end_grace(self, queue: tuple[str, int]) -> None:

@@ -107,7 +107,7 @@ class LeastRecent:
         return 0, node.access
 
     def _push(self, node: PrefixNode) -> None:
-        assert is_live(node)
+        assert is_live(node), node
         for _ in range(GONE_MAX):
             if self._heap and not is_live(self._heap.first()[-1]):
                 self._heap.pop()
@@ -233,7 +233,7 @@ class SmallAndMain:
             self._popped.popitem(last=False)
         self._pages = max(0, self._pages - 1)
         parent = node.parent
-        assert parent is not None
+        assert parent is not None, node
         in_main, paid = self._places.get(parent, (False, 0))
         self._keep_place(parent, in_main or main, paid + node.uses)
         if not main:

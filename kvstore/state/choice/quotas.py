@@ -325,11 +325,11 @@ def _count(nodes: list[PrefixNode], tier: Tier, change: int) -> None:
     if tier == "ssd":
         for node in nodes:
             node.disk_pins += change
-            assert node.disk_pins >= 0
+            assert node.disk_pins >= 0, node
     else:
         for node in nodes:
             node.memory_pins += change
-            assert node.memory_pins >= 0
+            assert node.memory_pins >= 0, node
 
 
 def _stored(space: PrefixTree, key: PrefixKey) -> PrefixNode:

@@ -180,7 +180,7 @@ class LearnedReuse:
 
     def _stored(self, node: PrefixNode, tick: int) -> Kind | None:
         parent = node.above
-        assert parent is not None
+        assert parent is not None, node
         if parent is not node.space.root and parent.branches < BRANCHES_SHARED:
             node.turns = parent.turns + (parent.uses > 0)
             node.use_interval = parent.use_interval
@@ -201,14 +201,14 @@ class LearnedReuse:
             self._replace(parent)
         self._end, self._end_tick, self._end_key = node, tick, node.key
         before_end = node.key_before(node.count - 1)
-        assert before_end is not None
+        assert before_end is not None, node
         self._before_end_key = before_end
         return changed
 
     def evicted(self, node: PrefixNode) -> None:
         """Pass what is known of the conversation to the preceding page, the next victim."""
         parent = node.above
-        assert parent is not None
+        assert parent is not None, node
         if parent.branches < BRANCHES_SHARED and node.turns >= parent.turns:
             parent.turns, parent.use_interval = node.turns, node.use_interval
             parent.pages_added, parent.deepest = node.pages_added, node.deepest

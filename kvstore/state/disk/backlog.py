@@ -33,7 +33,7 @@ class Backlog:
             self.pages -= len(self._waiting.popleft()[2]) // KEY_BYTES
         self._waiting.append((node.space, shard, node.keys))
         self.pages += node.count
-        assert len(self._waiting) <= BACKLOG_MAX
+        assert len(self._waiting) <= BACKLOG_MAX, node
 
     def is_held(self, graves: Graves) -> bool:
         """Whether the next pages must wait for the tombstone of one of their keys."""

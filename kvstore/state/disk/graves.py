@@ -97,7 +97,7 @@ class Graves:
     def bury(self, node: PrefixNode, shard: int) -> None:
         """Pages were removed on purpose: write tombstones, so that no record of them returns."""
         for key in node.key_list():
-            assert key != ALL_KEYS, "it would bury every page of the space and shard"
+            assert key != ALL_KEYS, ("it would bury every page of the space and shard", node)
             self._add(node.space, shard, key)
 
     def bury_all(self, space: PrefixTree) -> None:

@@ -124,7 +124,7 @@ class RecordOf(NamedTuple):
 def page_record(node: PrefixNode, shard: int, position: int = 0) -> PageRecord:
     """The record of a READY page of a node, without its tokens."""
     of, key, parent = node.space.shards[shard], node.key_at(position), node.key_before(position)
-    assert parent is not None
+    assert parent is not None, node
     digest = node.digest_at(shard, position)
     return PageRecord(key, parent, node.space.identity, of.spec, of.page_bytes, digest)
 

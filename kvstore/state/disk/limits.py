@@ -113,7 +113,7 @@ class DiskLimits:
         if node.on_disk >> shard & 1:
             self._log.remove(node, shard)
             node.forget_disk(shard)
-            assert node.space.disk_bytes >= 0
+            assert node.space.disk_bytes >= 0, node
         if node.above is not None:
             self.add_candidate(node.above)  # also when they were only being written
 
@@ -171,7 +171,7 @@ class DiskLimits:
 
     def _choose(self, node: PrefixNode) -> None:
         """Remove the last page of a leaf from disk; its parent may become a leaf."""
-        assert node not in self._going, "it would be counted twice"
+        assert node not in self._going, ("it would be counted twice", node)
         node.explode()
         space = node.space
         for shard in node.place_columns:
@@ -179,7 +179,7 @@ class DiskLimits:
             self._going_bytes[space.number] += space.shards[shard].record_bytes
             self._queue.effects.append(LeftDisk(space, shard, node.keys, "quota"))
         self._going.add(node)
-        assert self._going_bytes[space.number] <= space.disk_bytes
+        assert self._going_bytes[space.number] <= space.disk_bytes, node
         if node.above is not None:
             self.add_candidate(node.above)
 
@@ -251,7 +251,7 @@ class DiskLimits:
         """Assert that a removable leaf is queued, once all nodes have been queued."""
         leaves = self._leaves.get(node.space.number)
         if leaves is not None and leaves.all_offered and len(node.below) <= CHILDREN_MAX:
-            assert not self._may_go(node) or node in leaves.queued, "a leaf that nobody finds"
+            assert not self._may_go(node) or node in leaves.queued, node
 
 
 def is_pinned(node: PrefixNode, shard: int) -> bool:

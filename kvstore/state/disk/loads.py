@@ -54,7 +54,7 @@ class DiskLoads:
         assert not fetch.ended
         missing: list[bytes] = []
         for node in nodes:
-            assert node.ready >> shard & 1
+            assert node.ready >> shard & 1, node
             if node.memory >> shard & 1:
                 self._memory.fetches.keep(fetch, node.slots_of(shard))
             else:
@@ -132,17 +132,17 @@ class DiskLoads:
             self._begin(node, shard, slots, fetch)
 
     def _begin(self, node: PrefixNode, shard: int, slots: Sequence[Slot], fetch: Fetch) -> None:
-        assert len(slots) == node.count
-        assert not fetch.ended
-        assert not node.memory >> shard & 1
+        assert len(slots) == node.count, node
+        assert not fetch.ended, node
+        assert not node.memory >> shard & 1, node
         space, keys, parent = node.space, node.key_list(), node.key_before(0)
         digests, places = node.digest_columns[shard], unpack_places(node.place_columns[shard])
-        assert parent is not None
+        assert parent is not None, node
         its, of, now_ns = space.shards[shard], RecordOf(space, shard), self._memory.moment.now_ns
         load = PageLoad(space, shard, node.keys, digests, list(slots), now_ns, fetch)
         fetch.outstanding += 1
         for at, key in enumerate(keys):
-            assert (space.number, shard, key) not in self._by_page
+            assert (space.number, shard, key) not in self._by_page, node
             self._by_page[space.number, shard, key] = load
             self._log.pin_segment(places[at].segment)
             digest = digests[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES]

@@ -151,7 +151,7 @@ class DiskPages:
         through = self.rules.write is WritePolicy.THROUGH
         wanted = [node for node in nodes if through or node.disk_pins]
         for node in wanted:
-            assert node.ready >> shard & 1
+            assert node.ready >> shard & 1, node
             self._backlog.add(node, shard)
         if wanted:
             self._pump()
@@ -352,7 +352,7 @@ class DiskPages:
 
     def _quarantine(self, node: PrefixNode, shard: int) -> None:
         """The record of a page differs from what was written; a copy in memory stays."""
-        assert node.count == 1
+        assert node.count == 1, node
         in_memory = node.memory >> shard & 1
         self._queue.effects.append(
             LeftDisk(node.space, shard, node.keys, "head_lost")

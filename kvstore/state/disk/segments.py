@@ -266,8 +266,8 @@ class SegmentReclaimer:
             self._lose(space, shard, key)
             return
         source = node.place_at(shard, position)
-        assert self._victim is not None
-        assert source.segment == self._victim.number != placed.place.segment
+        assert self._victim is not None, node
+        assert source.segment == self._victim.number != placed.place.segment, node
         self._log.pin_segment(source.segment)
         self._copies += 1
         self._targets.add(placed.place.segment)
@@ -324,7 +324,7 @@ class SegmentReclaimer:
             node.on_disk >> shard & 1 and node.place_at(shard, position) == source
         ):
             node = None
-        assert node is None or node.digest_at(shard, position) == page.digest
+        assert node is None or node.digest_at(shard, position) == page.digest, node
         if node is not None and error is None:
             self._log.moved(source, job.place)
             node.move_page(shard, position, job.place)

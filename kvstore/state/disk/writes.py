@@ -105,7 +105,7 @@ class Writes:
             pairs = [(one, shard) for one in chain]
             admitted = self._admission.admit(pairs, size, now_ns, self._memory.moment.tick)
             self._memory.counts["not_admitted_pages"] += admitted < wanted
-        assert 0 <= admitted <= wanted
+        assert 0 <= admitted <= wanted, node
         begun = self._begin_chain(_leading(chain, admitted), shard, admitted, durable)
         if durable is None and begun < admitted:
             self._admission.take_back(admitted - begun, size)
@@ -159,7 +159,7 @@ class Writes:
                 wanted = node.count
                 written = self._begin_node(node, shard, durable)
                 begun += written
-                assert begun <= pages
+                assert begun <= pages, node
                 if written < wanted:
                     self._memory.counts["disk_full_pages"] += pages - begun
                     return begun
@@ -181,7 +181,7 @@ class Writes:
     def _begin_write(
         self, node: PrefixNode, shard: int, place: Place, durable: Durable | None
     ) -> None:
-        assert not node.on_disk >> shard & 1
+        assert not node.on_disk >> shard & 1, node
         space, slots, keys = node.space, node.slots_of(shard), node.key_list()
         its = space.shards[shard]
         each = its.record_bytes
@@ -191,7 +191,7 @@ class Writes:
         self.in_flight_bytes += write.size
         space.disk_bytes += write.size
         parent, digests, tokens = node.key_before(0), node.digest_columns[shard], node.tokens
-        assert parent is not None
+        assert parent is not None, node
         token_bytes, places = len(tokens) // len(keys), write.places()
         identity, spec, page_bytes = space.identity, its.spec, its.page_bytes
         jobs: list[DiskWrite] = []

@@ -223,7 +223,7 @@ def _dispel(doubts: _Doubts) -> int:
         node = space.index[key]  # as it is now: what was taken out before may have split it
         head = node.above
         assert head is not None
-        assert node.first == key
+        assert node.first == key, node
         needs_head = head is not space.root and not space.shards[shard].window_pages
         if needs_head and not head.on_disk >> shard & 1:
             for below in subtree(node):
@@ -251,7 +251,7 @@ def _cut_rings(lost: list[PrefixNode]) -> None:
             path.add(at)
             at = at.above
         if at is not None and at in path:
-            assert at.above is not None
+            assert at.above is not None, node
             del at.above.below[at.first]
             at.hang(at.space.root)
             for below in subtree(at):

@@ -235,7 +235,7 @@ class Draining:
 
         What only they make reachable may be in other extents, and leaves too.
         """
-        assert self.now is not None
+        assert self.now is not None, node
         size_bytes = node.count * bytes_of_a_page(node)
         return self._quotas.protects(node.space, self.now.space, size_bytes)
 

@@ -31,8 +31,8 @@ def checks(table: PageTable) -> Iterator[int]:
 
     def slot_and_page(slot: Slot, state: int) -> None:
         node = table.residents.owner(slot)
-        assert state == SlotState.WRITING or (node is not None) == (state == SlotState.READY)
-        assert node is None or (is_live(node) and _has_slot(node, slot))
+        assert state == SlotState.WRITING or (node is not None) == (state == SlotState.READY), node
+        assert node is None or (is_live(node) and _has_slot(node, slot)), node
 
     for _ in table.slots.checks(slot_and_page):
         yield 0
@@ -88,30 +88,30 @@ def _check_holes(table: PageTable, space: PrefixTree) -> None:
     if len(table.residents.orphans) <= TOGETHER_MAX:
         leaving = {(orphans.top, orphans.shard) for orphans in table.residents.orphans}
         for node, mask in space.holes.items():
-            assert is_live(node)
-            assert mask & ~space.full_mask == 0
+            assert is_live(node), node
+            assert mask & ~space.full_mask == 0, node
             shards = [shard for shard in range(mask.bit_length()) if mask >> shard & 1]
-            assert shards, "a hole of no shard"
-            assert all((node, shard) in leaving for shard in shards), "a hole that nobody fills"
+            assert shards, ("a hole of no shard", node)
+            assert all((node, shard) in leaving for shard in shards), node
 
 
 def _check_memory(table: PageTable, node: PrefixNode) -> None:
     for shard in node.slot_columns:
         pinned = set[bool]()
         for slot in node.slots_of(shard):
-            assert table.residents.owner(slot) is node
+            assert table.residents.owner(slot) is node, node
             ready = table.slots.state(slot) == SlotState.READY
-            assert ready == bool(node.ready >> shard & 1)
+            assert ready == bool(node.ready >> shard & 1), node
             pinned.add(table.slots.pinned(slot))
-        assert len(pinned) == 1, "the pages of a node are pinned together"
+        assert len(pinned) == 1, ("the pages of a node are pinned together", node)
     if table.eviction.evictable(node):
-        assert set(classes(node)) <= set(node.queued), "a leaf is in all its queues"
+        assert set(classes(node)) <= set(node.queued), ("a leaf is in all its queues", node)
     head = node.above
-    assert head is not None
+    assert head is not None, node
     if head is not node.space.root:
         alone = node.present & ~head.present & node.space.full_mask
         alone &= ~node.space.holes.get(head, 0)
-        assert not alone, "a page whose head is gone: nobody reaches it"
+        assert not alone, ("a page whose head is gone: nobody reaches it", node)
 
 
 def _has_slot(node: PrefixNode, slot: Slot) -> bool:
@@ -122,12 +122,12 @@ def _has_slot(node: PrefixNode, slot: Slot) -> bool:
 def _check_disk(disk: DiskPages, node: PrefixNode) -> None:
     disk.limits.check(node)
     head, of = node.above, node.space
-    assert head is not None
+    assert head is not None, node
     for shard in node.place_columns:
         for number, place in enumerate(unpack_places(node.place_columns[shard])):
             segment = disk.log.segments.get(place.segment)
-            assert segment is not None
-            assert segment.pages.key_at(place.offset) == node.key_at(number)
-            assert place.offset < segment.end
+            assert segment is not None, node
+            assert segment.pages.key_at(place.offset) == node.key_at(number), node
+            assert place.offset < segment.end, node
         follows = head.on_disk >> shard & 1 or of.holes.get(head, 0) >> shard & 1
-        assert head is of.root or follows or of.shards[shard].window_pages
+        assert head is of.root or follows or of.shards[shard].window_pages, node

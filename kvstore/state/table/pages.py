@@ -262,7 +262,7 @@ class PageTable:
             # Of a fetch only the first pages of a run may have come.
             node = put.space.exact(node, 0, min(node.count, pages - at))
             end = at + node.count
-            assert node.slot_columns[put.shard] == pack_slots(put.slots[at:end])
+            assert node.slot_columns[put.shard] == pack_slots(put.slots[at:end]), node
             self.slots.commit(put.slots[at:end], tick)
             node.commit(put.shard, digests[at * DIGEST_BYTES : end * DIGEST_BYTES], keep)
             node.access, node.stored_ns = tick, now_ns

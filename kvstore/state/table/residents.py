@@ -123,7 +123,7 @@ class Residents:
 
         ``tokens``: those of their records, for pages that are not in memory.
         """
-        assert node.above is not None
+        assert node.above is not None, node
         known, keys = node.tokens or tokens, node.key_list()
         self.actions.append(kind(node.space, shard, keys, node.above.key, tier, known))
         self.story.tell(f"{kind.__name__} {tier}", node, shard, node.count)
@@ -180,7 +180,7 @@ class Residents:
         self.drop_below(node, shard, cause)
         self.ghosts.head = PrefixKey(b"")
         self._drop_ready(node, shard, cause)
-        assert not node.present >> shard & 1
+        assert not node.present >> shard & 1, node
         self.tidy(node)
 
     def drop_below(self, node: PrefixNode, shard: int, cause: str) -> None:
@@ -188,7 +188,7 @@ class Residents:
 
         If there are many, :meth:`drop_orphans` drops them over several turns.
         """
-        assert is_live(node)
+        assert is_live(node), node
         if node.space.shards[shard].window_pages:
             return
         found = subtree(node, most=DROP_AT_ONCE)
@@ -206,7 +206,7 @@ class Residents:
             self._drop_ready(node, shard, cause)
         elif node.present >> shard & 1:
             self.drop_writing(node, shard)  # its writer will find it DROPPED
-        assert not node.present >> shard & 1
+        assert not node.present >> shard & 1, node
         self.tidy(node)
 
     def drop_read(self, held: Sequence[PrefixNode], slots: set[Slot]) -> None:
@@ -244,7 +244,7 @@ class Residents:
 
     def _drop_ready(self, node: PrefixNode, shard: int, cause: str) -> None:
         """Remove the READY pages of a node from every tier."""
-        assert node.ready >> shard & 1
+        assert node.ready >> shard & 1, node
         if node.pins:
             self.pinned_changed.append(node)
         tiers = node.tiers(shard)
@@ -261,15 +261,15 @@ class Residents:
 
     def drop_writing(self, node: PrefixNode, shard: int) -> None:
         """Drop a page that is being written; its writer will find it DROPPED."""
-        assert node.count == 1, "its writer is told of one page"
-        assert node.memory & ~node.ready & 1 << shard
+        assert node.count == 1, ("its writer is told of one page", node)
+        assert node.memory & ~node.ready & 1 << shard, node
         self._forget(node, shard)
         self.actions.append(Abandoned(node.space, [node.key]))
         self.story.tell("abandoned", node, shard)
 
     def _forget(self, node: PrefixNode, shard: int) -> list[Slot]:
         slots = node.forget_all(shard)
-        assert len(slots) == node.count
+        assert len(slots) == node.count, node
         self.owners.remove(slots)
         return slots
 
@@ -284,7 +284,7 @@ class Residents:
 
     def evict(self, node: PrefixNode, pages: int = 1) -> None:
         """Evict the last ``pages`` of a node from memory; those on disk stay in the index."""
-        assert not node.memory & ~node.ready, "a page of it is being written"
+        assert not node.memory & ~node.ready, ("a page of it is being written", node)
         if not node.on_disk and not node.below:
             self._evict_last(node, min(pages, node.count))
             return
@@ -295,7 +295,7 @@ class Residents:
                 self._release_memory(node, shard)
             else:
                 self._drop_ready(node, shard, "evicted")
-        assert not node.memory
+        assert not node.memory, node
         if node.above is not None:
             node.above.access = max(node.above.access, node.access)
         self.tidy(node)
@@ -325,7 +325,7 @@ class Residents:
         return True
 
     def _release_memory(self, node: PrefixNode, shard: int) -> None:
-        assert node.memory & node.on_disk & 1 << shard, "it would be in no tier"
+        assert node.memory & node.on_disk & 1 << shard, ("it would be in no tier", node)
         self.emit(TierRemoved, node, shard, "host")  # while its tokens are known
         slots = self._forget(node, shard)
         self.counts["evicted_to_disk"] += len(slots)
@@ -338,7 +338,7 @@ class Residents:
             self.tidy(node)
         else:
             self.drop(node, shard, "evicted")
-        assert not node.memory >> shard & 1
+        assert not node.memory >> shard & 1, node
 
     def vacate(self, position: int, pages_max: int) -> bool:
         """Evict READY pages of an extent, even used ones; returns whether all are evicted."""

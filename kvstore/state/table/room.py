@@ -129,8 +129,8 @@ class Room:
         """
         held, asked = self._held, plan.asked
         for node, pages in plan.victims:
-            assert is_live(node)
-            assert not node.children_in_memory, "pages in memory would not be reached"
+            assert is_live(node), node
+            assert not node.children_in_memory, ("pages in memory would not be reached", node)
             held.disk.before_eviction(node, pages)
             held.evict(node, pages)
         if asked is not None and not plan.drain:
@@ -244,7 +244,7 @@ class Room:
             pages, node, shard = loads.next(fetch, most - looked)
             looked += pages
             if node is not None:
-                assert node.above is not None
+                assert node.above is not None, node
                 size, keys = node.space.shards[shard].slot_bytes, node.keys
                 slots = self.allocate(node.space, node.above, size, pages)
                 loads.begin(fetch, node, shard, keys, slots)

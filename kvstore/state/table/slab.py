@@ -266,7 +266,7 @@ class SlabIndex:
             for node in space.nodes.values():
                 held += node.slots.values()
                 if self._evictable(node):
-                    assert node.queued, "a leaf that may go is not among those that can"
+                    assert node.queued, ("a leaf that may go is not among those that can", node)
         assert len(set(held)) == len(held), "a slot has two pages"
         nodes = [node for space in self._spaces.values() for node in space.nodes.values()]
         assert self._pages == sum(1 for node in nodes if node.ready)
@@ -361,7 +361,7 @@ class SlabIndex:
         return True
 
     def _evict(self, node: PrefixNode) -> None:
-        assert not self.slots.in_use(node.slots[_SHARD]), "it is being read"
+        assert not self.slots.in_use(node.slots[_SHARD]), ("it is being read", node)
         self.slots.release([node.slots[_SHARD]])
         self._take_out(node)
         self.counts["pages_evicted"] += 1
@@ -371,7 +371,7 @@ class SlabIndex:
     def _take_out(self, node: PrefixNode) -> None:
         """Remove the page from the tree; the caller gets its slot."""
         self._pages -= bool(node.ready)
-        assert self._pages >= 0
+        assert self._pages >= 0, node
         node.forget(_SHARD)
         self._add_candidates([node.space.prune(node)])
 

@@ -58,7 +58,7 @@ class ColdKeys:
             if not at % ENTRY_BYTES:
                 number = int.from_bytes(entries[at + MARK_BYTES : at + ENTRY_BYTES], "little")
                 node = self._nodes[number]
-                assert node is not None
+                assert node is not None, node
                 if _has(node.keys, key):
                     return node
             at = entries.find(packed, at + 1)
@@ -85,7 +85,7 @@ class ColdKeys:
 
     def discard(self, node: PrefixNode, keys: list[PrefixKey]) -> None:
         """Remove all pages of a node; ``keys`` are theirs."""
-        assert len(keys) == node.count
+        assert len(keys) == node.count, node
         for key in keys:
             entries, first = self._find(key, node)
             del entries[first : first + ENTRY_BYTES]
@@ -93,28 +93,28 @@ class ColdKeys:
         self._free.append(node.cold)
         node.cold = 0
         self.count -= len(keys)
-        assert self.count >= 0
+        assert self.count >= 0, node
 
     def _number(self, node: PrefixNode) -> int:
         """Give a node a unique number."""
-        assert not node.cold, "it has one"
+        assert not node.cold, ("it has one", node)
         if self._free:
             node.cold = self._free.pop()
             self._nodes[node.cold] = node
         else:
             node.cold = len(self._nodes)
             self._nodes.append(node)
-        assert node.cold, "0 stands for none"
+        assert node.cold, ("0 stands for none", node)
         return node.cold
 
     def _find(self, key: PrefixKey, node: PrefixNode) -> tuple[bytearray, int]:
         """The bucket of a node's page, and the offset of its entry; of equal entries, any."""
-        assert self._nodes[node.cold] is node
+        assert self._nodes[node.cold] is node, node
         mark = hash(key) & MARKS_MASK
         entries, packed = self._bucket(mark), _entry(mark, node.cold)
         at = entries.find(packed)
         while at % ENTRY_BYTES:
-            assert at >= 0, "a page that is not here"
+            assert at >= 0, ("a page that is not here", node)
             at = entries.find(packed, at + 1)
         return entries, at
 

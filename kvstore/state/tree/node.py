@@ -136,6 +136,11 @@ class PrefixNode:
             self.hang(above)
             above.branches += 1
 
+    def __repr__(self) -> str:
+        """Its last page, as a failed assertion names it."""
+        last, space = self.keys[-KEY_BYTES:].hex()[:16], self.space.number
+        return f"<node {last} of space {space}: {self.count} pages up to depth {self.depth}>"
+
     def hang(self, above: "PrefixNode") -> None:
         """Make this node a child of another one; the caller corrects the depths."""
         first = self.first

@@ -67,7 +67,7 @@ class KeyIndex(Mapping[PrefixKey, PrefixNode]):
         for key in keys:
             (parts[key[0]] if len(parts) > 1 else parts[0])[key] = node
         self._length += len(keys)
-        assert len(parts) > 1 or len(parts[0]) == self._length, "a key was there already"
+        assert len(parts) > 1 or len(parts[0]) == self._length, ("a key was there already", node)
         if self._length > SMALL and len(parts) == 1:
             self._divide()
 
@@ -84,7 +84,7 @@ class KeyIndex(Mapping[PrefixKey, PrefixNode]):
         """Remove the pages of a node from index ``first`` on."""
         keys = node.key_list(first)
         if node.cold:
-            assert not first, "what is cold is on disk, and leaves it whole"
+            assert not first, ("what is cold is on disk, and leaves it whole", node)
             self._cold.discard(node, keys)
         else:
             self._discard(keys)
@@ -97,15 +97,15 @@ class KeyIndex(Mapping[PrefixKey, PrefixNode]):
 
     def cool(self, node: PrefixNode) -> None:
         """The pages of a node are now only on disk: store their keys compactly."""
-        assert node.on_disk
-        assert not node.memory
+        assert node.on_disk, node
+        assert not node.memory, node
         keys = node.key_list()
         self._discard(keys)
         self._cold.put(node, keys)
 
     def warm(self, node: PrefixNode) -> None:
         """The pages of a cold node were loaded to memory."""
-        assert node.cold
+        assert node.cold, node
         keys = node.key_list()
         self._cold.discard(node, keys)
         self.put(keys, node)
@@ -170,7 +170,7 @@ class CreationOrder:
     def divide(self, node: PrefixNode, head: PrefixNode) -> None:
         """The first pages of a node now belong to ``head``."""
         chunk = self._chunks[node.serial >> _SHIFT]
-        assert chunk[node.serial] is node
+        assert chunk[node.serial] is node, node
         head.serial = node.serial
         node.serial += head.count
         chunk[head.serial] = head
@@ -180,7 +180,7 @@ class CreationOrder:
         """The node is removed from the tree."""
         number = node.serial >> _SHIFT
         chunk = self._chunks[number]
-        assert chunk[node.serial] is node
+        assert chunk[node.serial] is node, node
         del chunk[node.serial]
         if not chunk:
             del self._chunks[number]
@@ -355,8 +355,8 @@ class PrefixTree:
 
     def divided(self, node: PrefixNode, head: PrefixNode) -> None:
         """A node of this tree was split; ``head`` is new."""
-        assert node.above is head
-        assert head.ready == node.ready
+        assert node.above is head, node
+        assert head.ready == node.ready, node
         self.index.divide(node, head)
         self.by_creation.divide(node, head)
         self.changes += 1
@@ -392,7 +392,7 @@ class PrefixTree:
         """
         while node is not self.root and not (node.present or node.below or node.children_in_memory):
             parent = node.above
-            assert parent is not None
+            assert parent is not None, node
             del parent.below[node.first]
             self.index.discard(node)
             self.by_creation.remove(node)
@@ -451,21 +451,21 @@ class PrefixTree:
     def _check_node(self, node: PrefixNode) -> PrefixNode:
         """Assert the invariants of a node of the tree; returns its parent."""
         parent = node.above
-        assert parent is not None
-        assert parent is self.root or self.index[parent.key] is parent
-        assert parent.below[node.first] is node
-        assert node.present or node.below, "a bare leaf should have been pruned"
-        assert node.depth == parent.depth + node.count
-        assert node.present == node.memory | node.on_disk
-        assert (node in self.writing) == (node.present != node.ready)
-        assert not node.present & self.holes.get(node, 0), "a page in a hole"
+        assert parent is not None, node
+        assert parent is self.root or self.index[parent.key] is parent, node
+        assert parent.below[node.first] is node, node
+        assert node.present or node.below, ("a bare leaf should have been pruned", node)
+        assert node.depth == parent.depth + node.count, node
+        assert node.present == node.memory | node.on_disk, node
+        assert (node in self.writing) == (node.present != node.ready), node
+        assert not node.present & self.holes.get(node, 0), ("a page in a hole", node)
         _check_columns(node)
         _check_children(node)
-        assert node.present >> len(self.shards) == 0
-        assert not node.memory_only & ~node.ready, "only a READY page is kept for a time"
-        assert not node.read_once & ~node.memory_only
-        assert all(node.memory_only >> shard & 1 for shard in node.expires)
-        assert not node.memory_only & node.on_disk
+        assert node.present >> len(self.shards) == 0, node
+        assert not node.memory_only & ~node.ready, ("only a READY page is kept for a time", node)
+        assert not node.read_once & ~node.memory_only, node
+        assert all(node.memory_only >> shard & 1 for shard in node.expires), node
+        assert not node.memory_only & node.on_disk, node
         return parent
 
     def add(self, key: PrefixKey, parent: PrefixNode | None = None) -> PrefixNode:
@@ -484,8 +484,8 @@ class PrefixTree:
 
     def remove(self, node: PrefixNode) -> None:
         """Remove a node without children."""
-        assert not node.below
-        assert not node.present
+        assert not node.below, node
+        assert not node.present, node
         self.index.discard(node)
         self.by_creation.remove(node)
         node.above = None
@@ -539,7 +539,7 @@ def deepen(node: PrefixNode) -> None:
     """Correct the depths below a node that was moved."""
     moved = [node]
     for at in moved:
-        assert at.above is not None
+        assert at.above is not None, node
         at.depth = at.above.depth + at.count
         moved.extend(at.below.values())
 
@@ -554,25 +554,25 @@ def _work_of(node: PrefixNode) -> int:
 def _check_columns(node: PrefixNode) -> None:
     """Assert that each page has a key, and its part of each column."""
     index, count = node.space.index, node.count
-    assert count == 1 or len(node.keys) == count * KEY_BYTES
+    assert count == 1 or len(node.keys) == count * KEY_BYTES, node
     for at in range(0, len(node.keys), KEY_BYTES):
-        assert index[PrefixKey(node.keys[at : at + KEY_BYTES])] is node
-    assert not node.cold or not node.memory
-    assert node.memory == sum(1 << shard for shard in node.slot_columns)
-    assert node.on_disk == sum(1 << shard for shard in node.place_columns)
-    assert node.ready == sum(1 << shard for shard in node.digest_columns)
-    assert all(len(one) == count * SLOT_COLUMN for one in node.slot_columns.values())
-    assert all(len(one) == count * PLACE_COLUMN for one in node.place_columns.values())
+        assert index[PrefixKey(node.keys[at : at + KEY_BYTES])] is node, node
+    assert not node.cold or not node.memory, node
+    assert node.memory == sum(1 << shard for shard in node.slot_columns), node
+    assert node.on_disk == sum(1 << shard for shard in node.place_columns), node
+    assert node.ready == sum(1 << shard for shard in node.digest_columns), node
+    assert all(len(one) == count * SLOT_COLUMN for one in node.slot_columns.values()), node
+    assert all(len(one) == count * PLACE_COLUMN for one in node.place_columns.values()), node
     if count > 1:
-        assert all(len(one) == count * DIGEST_BYTES for one in node.digest_columns.values())
-        assert not node.pins, "a pin is of single pages"
-        assert not node.memory_only, "what is kept for a time are single pages"
+        assert all(len(one) == count * DIGEST_BYTES for one in node.digest_columns.values()), node
+        assert not node.pins, ("a pin is of single pages", node)
+        assert not node.memory_only, ("what is kept for a time are single pages", node)
     if node.tokens:
-        assert node.memory
-        assert len(node.tokens) == count * node.space.token_bytes
+        assert node.memory, node
+        assert len(node.tokens) == count * node.space.token_bytes, node
 
 
 def _check_children(node: PrefixNode) -> None:
     if len(node.below) <= CHILDREN_MAX:
         in_memory = sum(1 for child in node.below.values() if child.in_memory)
-        assert node.children_in_memory == in_memory
+        assert node.children_in_memory == in_memory, node

@@ -129,8 +129,17 @@ class Story:
 
 
 def _concerned(error: Exception) -> PrefixNode | None:
-    """The variable ``node`` of the innermost frame that has one."""
+    """The node that the failed assertion names, else ``node`` of the innermost frame with one.
+
+    Assertions about a page name its node, ``assert CONDITION, node``: frames of the compiled core
+    have no variables.
+    """
     found: PrefixNode | None = None
+    for named in error.args:
+        for one in named if isinstance(named, tuple) else (named,):
+            found = one if isinstance(one, PrefixNode) else found
+    if found is not None:
+        return found
     trace = error.__traceback__
     while trace is not None:
         node = trace.tb_frame.f_locals.get("node")

@@ -3,6 +3,7 @@
 import pytest
 
 from kvstore.protocol.errors import CapacityError
+from kvstore.state.table.invariants import check
 from kvstore.state.tree.node import PrefixNode, Retention
 from kvstore.state.tree.story import EVENTS_MAX, TOLD_MAX, Story
 from tests.state.disk.disk_world import DiskWorld
@@ -43,6 +44,37 @@ def test_the_life_of_a_page_is_told_in_order():
     assert told(world.table.story, node)[0].startswith(
         f"the last events of page {key('ab').hex()[:16]}, 7 of "
     )
+
+
+@pytest.mark.parametrize("text", [(), ("it is not right",)])
+def test_an_assertion_names_its_page_where_frames_have_no_variables(text):
+    world = World()
+    engine = world.process()
+    space = world.space(engine)
+    world.store(engine, space, "abc")
+    node = space.nodes[key("ab")]
+    error = AssertionError((*text, node) if text else node)
+
+    world.table.story.explain(error)
+
+    assert error.__notes__[0].startswith(f"the last events of page {key('ab').hex()[:16]}, 2 of ")
+    assert f"<node {key('ab').hex()[:16]} of space 0: 1 pages up to depth 2>" in str(error)
+
+
+def test_a_failed_check_of_the_state_names_the_page_concerned():
+    world = World()
+    engine = world.process()
+    space = world.space(engine)
+    world.store(engine, space, "abc")
+    node = space.nodes[key("ab")]
+    node.memory_only = node.ready << 1
+
+    with pytest.raises(AssertionError) as caught:
+        check(world.table)
+    world.table.story.explain(caught.value)
+
+    assert node in caught.value.args[0]
+    assert caught.value.__notes__[0].startswith(f"the last events of page {key('ab').hex()[:16]}, ")
 
 
 def test_events_of_other_pages_are_left_out():
