@@ -16,7 +16,7 @@ from setuptools import Extension, setup
 COMPILED = os.environ.get("KVSTORE_COMPILE") == "1"
 BUILD = Path("build", "compiled")
 """Of its own: setuptools puts all that it finds in a build folder into the wheel."""
-INTERPRETED = ("__init__.py", "explain.py", "explanation.py", "ssd.py")
+INTERPRETED = ("__init__.py", "explain.py", "ssd.py")
 """What is not compiled; decisions/0015 says why."""
 CORE = [
     path

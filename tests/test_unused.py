@@ -42,7 +42,7 @@ CALLED_BY_OTHERS: dict[str, str] = {
     "kvstore/handoff/prefill.py:Sender.send_state": "engines with state data: docs/handoff.md",
     "kvstore/tier/push_memory.py:PushMemory": "engines with KV on a device: docs/handoff.md",
     "kvstore/server/metrics.py:render_slab": "for an engine's exporter: docs/operations/metrics.md",
-    "kvstore/state/ask/explanation.py:Explanation.asked_pages": "in the JSON of explain",
+    "kvstore/protocol/explanation.py:Explanation.asked_pages": "in the JSON of explain",
     "kvstore/testing/lookups.py:Waits.half_s": _PRINTED,
     "kvstore/testing/lookups.py:Waits.worst_s": _PRINTED,
 }

@@ -10,7 +10,7 @@ from kvstore.cli.decoding import Reply
 from kvstore.cli.jobs import SPACE, AddVerb, names_page
 from kvstore.cli.numbers import seconds, size
 from kvstore.cli.remote import Remote
-from kvstore.config.sizes import rounded
+from kvstore.protocol.sizes import rounded
 from kvstore.server.answers import ConversationEnded, ConversationList, KeptPages
 
 _CAUSES: Final = {

@@ -29,9 +29,9 @@ from kvstore.cli.engines import conductor_checks, name_check
 from kvstore.cli.peers import peer_checks
 from kvstore.config import ServerConfig, load
 from kvstore.config.machine import DISTRIBUTION, Check, Needs, memory_checks, read, version_of
-from kvstore.config.sizes import rounded
 from kvstore.protocol.counts import NodeStats
 from kvstore.protocol.errors import KVStoreError
+from kvstore.protocol.sizes import rounded
 from kvstore.server import client
 from kvstore.server.answers import Configuration, ConfigValue
 from kvstore.server.installed import installed

@@ -8,9 +8,9 @@ from rich.console import Console
 from kvstore.cli.decoding import Reply
 from kvstore.cli.remote import RefusedRequest, Remote
 from kvstore.cli.show import seconds, table
-from kvstore.config.sizes import rounded
 from kvstore.index.control import FollowedWorker
 from kvstore.protocol.errors import InvalidArgument
+from kvstore.protocol.sizes import rounded
 
 
 class IndexState(Struct, frozen=True, kw_only=True):

@@ -19,6 +19,7 @@ from kvstore.cli.numbers import count, seconds
 from kvstore.cli.remote import Remote, path_of
 from kvstore.protocol.counts import NodeList, NodeStats, TierList
 from kvstore.protocol.errors import InvalidArgument
+from kvstore.protocol.explanation import Explanation
 from kvstore.server.answers import (
     Configuration,
     PageDetail,
@@ -28,7 +29,6 @@ from kvstore.server.answers import (
     SessionList,
     SpaceList,
 )
-from kvstore.state.ask.explanation import Explanation
 
 
 def add_looks(verb: AddVerb) -> None:

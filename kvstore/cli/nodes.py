@@ -6,8 +6,8 @@ from typing import Final
 from rich.console import Console
 
 from kvstore.cli.show import seconds, table
-from kvstore.config.sizes import rounded
 from kvstore.protocol.counts import MembershipState, NodeList, NodeRow, SharedDirectoryCounts
+from kvstore.protocol.sizes import rounded
 
 _JOINED: Final = {
     "joined": "it has sessions with all other nodes",

@@ -4,7 +4,7 @@ import math
 from argparse import ArgumentTypeError
 from collections.abc import Callable
 
-from kvstore.config.sizes import size_of
+from kvstore.protocol.sizes import size_of
 
 
 def count(least: int) -> Callable[[str], int]:

@@ -11,7 +11,6 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from kvstore.config.sizes import exact, rounded
 from kvstore.protocol.counts import (
     HostSizes,
     Latency,
@@ -21,6 +20,8 @@ from kvstore.protocol.counts import (
     SsdCounts,
     TierList,
 )
+from kvstore.protocol.explanation import Explanation
+from kvstore.protocol.sizes import exact, rounded
 from kvstore.server.answers import (
     Configuration,
     EngineRow,
@@ -36,7 +37,6 @@ from kvstore.server.answers import (
     SpaceList,
     SpaceRow,
 )
-from kvstore.state.ask.explanation import Explanation
 
 _PIPED_COLUMNS: Final = 240
 """In a pipe keys must not be cut."""

@@ -14,9 +14,9 @@ from rich.text import Text
 
 from kvstore.cli.remote import Remote
 from kvstore.cli.show import cell, console
-from kvstore.config.sizes import rounded
 from kvstore.protocol.counts import NodeStats, SsdCounts
 from kvstore.protocol.errors import PeerUnreachable
+from kvstore.protocol.sizes import rounded
 
 _PAUSE: Final = threading.Event()
 """Never set; waiting for it is a pause."""

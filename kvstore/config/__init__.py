@@ -22,14 +22,14 @@ from kvstore.config.cluster import NODES_MAX, ClusterConfig
 from kvstore.config.constraints import allowed
 from kvstore.config.machine import Needs
 from kvstore.config.section import NodeName, Section
-from kvstore.config.sizes import exact, size_of
 from kvstore.config.stores import StoreConfig
 from kvstore.protocol.errors import ConfigError, reason
+from kvstore.protocol.sizes import exact, size_of
 
 __all__ = [
     "AdminConfig", "DeviceSlabConfig", "EventsConfig", "HostConfig", "HttpConfig", "Loaded",
     "Positive", "SSDConfig", "ServerConfig", "SocketConfig", "addresses", "cluster", "load",
-    "machine", "section", "show", "sizes", "stores", "values",
+    "machine", "section", "show", "stores", "values",
 ]  # fmt: skip
 
 log = logging.getLogger(__name__)

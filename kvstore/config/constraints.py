@@ -6,7 +6,7 @@ from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 
 import msgspec
 
-from kvstore.config.sizes import exact
+from kvstore.protocol.sizes import exact
 
 _PLAIN: Final = {
     bool: "true or false", int: "a whole number", float: "a number", str: "a text",

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final, Literal
 
-from kvstore.config.sizes import rounded
+from kvstore.protocol.sizes import rounded
 
 Status = Literal["ok", "warn", "fail"]
 

@@ -1,6 +1,6 @@
-"""The protocol of engines, nodes and operators: names of pages, errors and messages.
+"""The protocol of engines, nodes and operators: names of pages, errors, messages and answers.
 
 Everything else in ``kvstore`` may import it, and it imports nothing of ``kvstore``.
 """
 
-__all__ = ["counts", "errors", "layout", "page", "wire"]
+__all__ = ["counts", "errors", "explanation", "layout", "page", "sizes", "wire"]

@@ -22,7 +22,6 @@ import uvloop
 
 from kvstore.config import Loaded, ServerConfig, load, show, values
 from kvstore.config.machine import Needs, memory_checks, version_of
-from kvstore.config.sizes import exact
 from kvstore.node.desk import Desk
 from kvstore.node.node import Node
 from kvstore.node.requests import NodeLimits
@@ -31,6 +30,7 @@ from kvstore.process import logs
 from kvstore.process.collector import spare_the_old
 from kvstore.process.logs import event
 from kvstore.protocol.errors import ConfigError, KVStoreError, TierUnavailable
+from kvstore.protocol.sizes import exact
 from kvstore.server.cluster import join
 from kvstore.server.http import HttpServer
 from kvstore.server.idle import IdleChecks

@@ -12,6 +12,7 @@ from typing import Any, Final
 from kvstore.node.node import Node
 from kvstore.protocol.counts import MembershipState
 from kvstore.protocol.errors import InvalidArgument
+from kvstore.protocol.explanation import Explanation
 from kvstore.protocol.page import KEY_BYTES, PrefixKey
 from kvstore.server import answers, operations
 from kvstore.server.kept import KeptViews, limits_of
@@ -21,7 +22,6 @@ from kvstore.server.sessions import session_rows
 from kvstore.server.status import NodeStatus
 from kvstore.server.turns import Work
 from kvstore.state.ask.explain import Explainer, leading_runs, where
-from kvstore.state.ask.explanation import Explanation
 from kvstore.state.ask.traversal import subtree
 from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.prefix_tree import PrefixTree

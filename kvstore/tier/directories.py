@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from kvstore.config.sizes import exact, rounded
 from kvstore.protocol.errors import CapacityError, ConfigError, KVStoreError, TierUnavailable
+from kvstore.protocol.sizes import exact, rounded
 from kvstore.tier.disk import Disk, FileSystem
 from kvstore.tier.record import (
     IDENTITY_NAME,

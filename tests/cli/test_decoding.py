@@ -6,8 +6,8 @@ from msgspec import to_builtins
 from kvstore.cli.decoding import Reply, completed
 from kvstore.protocol.counts import NodeList, NodeStats, TierList
 from kvstore.protocol.errors import PeerUnreachable, ProtocolError
+from kvstore.protocol.explanation import Explanation
 from kvstore.server.answers import JobRow, QuotaList, SpaceList
-from kvstore.state.ask.explanation import Explanation
 
 JOB = {"job": 3, "kind": "verify", "subject": {}, "state": "running", "done": 1, "total": 2,
        "result": {}, "error": None, "seconds": 0.5}  # fmt: skip

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from kvstore.config import ServerConfig, load
-from kvstore.config.sizes import size_of
+from kvstore.protocol.sizes import size_of
 from tests.conftest import ROOT
 
 INDEX_BYTES = 128 << 20

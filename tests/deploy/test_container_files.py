@@ -17,7 +17,7 @@ import yaml
 
 from kvstore.cli.command import main as kvstore
 from kvstore.config import ServerConfig, load
-from kvstore.config.sizes import size_of
+from kvstore.protocol.sizes import size_of
 from tests.conftest import ROOT
 
 DEPLOY = ROOT / "deploy"

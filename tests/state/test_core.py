@@ -18,7 +18,6 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 INTERPRETED = {
     "kvstore/node/ssd.py": "it moves bytes, and a turn costs it little beside the disk's threads",
     "kvstore/state/ask/explain.py": "operators ask it, one page at a time",
-    "kvstore/state/ask/explanation.py": "the admin API is described by its annotations",
     "kvstore/protocol/page.py": "its messages say in class keywords how they are packed",
     "kvstore/protocol/wire.py": "its messages say in class keywords how they are packed",
 }

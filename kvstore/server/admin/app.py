@@ -20,6 +20,7 @@ from starlette.routing import Route as HttpRoute
 
 from kvstore.protocol.counts import NodeStats
 from kvstore.protocol.errors import KVStoreError
+from kvstore.protocol.explanation import Explanation
 from kvstore.server import answers, operations
 from kvstore.server.admin import prompts
 from kvstore.server.admin.access import Access
@@ -29,7 +30,6 @@ from kvstore.server.admin.routes import ROUTES, Question, Route, ShowConfigurati
 from kvstore.server.channel import Caller
 from kvstore.server.metrics import render
 from kvstore.server.refusal import Refusal
-from kvstore.state.ask.explanation import Explanation
 
 HEALTH_S: Final = 2.0
 """A node whose loop does not answer within this time is not healthy."""

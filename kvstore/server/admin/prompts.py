@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import Any, Final
 
 from kvstore.protocol.errors import InvalidArgument
+from kvstore.protocol.explanation import Explanation
 from kvstore.protocol.page import KEY_BYTES, page_keys
 from kvstore.server import answers, operations
-from kvstore.state.ask.explanation import Explanation
 
 SIZES_MAX: Final = 8
 """Maximum page sizes for which one prompt is hashed."""

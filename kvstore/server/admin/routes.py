@@ -6,9 +6,9 @@ from typing import Annotated, Any, Final, Literal
 from msgspec import Meta
 
 from kvstore.protocol import counts
+from kvstore.protocol.explanation import Explanation
 from kvstore.server import answers, operations
 from kvstore.server.admin.access import Role
-from kvstore.state.ask.explanation import Explanation
 
 BODY_BYTES_MAX: Final = 1 << 20
 """Maximum body; larger than the longest list of keys of an operation."""

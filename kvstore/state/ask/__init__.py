@@ -1,3 +1,3 @@
 """Questions to the state, and walks over it in steps."""
 
-__all__ = ["explain", "explanation", "inventory", "traversal"]
+__all__ = ["explain", "inventory", "traversal"]

@@ -10,8 +10,8 @@ from typing import Final
 
 import msgspec
 
+from kvstore.protocol.explanation import VERDICTS, Departure, Difference, Explanation
 from kvstore.protocol.page import KEY_BYTES, PrefixKey
-from kvstore.state.ask.explanation import VERDICTS, Departure, Difference, Explanation
 from kvstore.state.ask.traversal import Steps
 from kvstore.state.choice.ghosts import Ghost
 from kvstore.state.table.pages import PageTable

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from kvstore.protocol.explanation import Explanation
 from kvstore.protocol.page import KEY_BYTES, CanonicalLayout, PrefixKey, PrefixKeys, ShardSpec
 from kvstore.server.admin import prompts
 from kvstore.server.inspect import Inspection
 from kvstore.server.operations import ExplainKey, Operation
-from kvstore.state.ask.explanation import Explanation
 from kvstore.state.tree.prefix_tree import PrefixTree
 from tests.state.ask.asked import Asked
 from tests.state.world import FULL, FULL_2, chain, ended, identity, key

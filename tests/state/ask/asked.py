@@ -1,7 +1,7 @@
 """A small world, and questions to it about its pages."""
 
+from kvstore.protocol.explanation import VERDICTS, Explanation
 from kvstore.state.ask.explain import Explainer
-from kvstore.state.ask.explanation import VERDICTS, Explanation
 from kvstore.state.tree.prefix_tree import PrefixTree
 from tests.state.world import FULL, FULL_2, World, ended, identity, key
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.config.sizes import exact, rounded, size_of
+from kvstore.protocol.sizes import exact, rounded, size_of
 
 
 @pytest.mark.parametrize(
