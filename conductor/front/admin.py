@@ -10,10 +10,10 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from conductor.config import EngineEntry, NodeEntry
+from conductor.front import answers
 from conductor.front.advising import Adviser
 from conductor.front.auth import Auth, CallerRole
 from conductor.front.bodies import Bodies, TooManyBodiesError
-from conductor.front.cluster import LeftOut
 from conductor.front.completions import Route
 from conductor.front.matching import MatchBody
 from conductor.front.membership import Membership
@@ -31,8 +31,9 @@ from conductor.front.proxy import Proxy
 from conductor.front.upstream import EngineError, EngineRefusedError
 from conductor.routing.choices import Candidate, Candidates
 from conductor.routing.engines import Engine, EngineRegistry
-from conductor.routing.joining import by_advice
+from conductor.routing.joining import ADVICE
 from conductor.routing.packing import PackedCandidates
+from conductor.routing.prefixes import MediumMatch
 from kvstore.index.face import INDEX_FAULTS
 from kvstore.process.faults import Faults
 from kvstore.protocol.page import PrefixKeys
@@ -105,12 +106,10 @@ class Admin:
         ]
 
     async def _models(self, _: web.Request) -> web.Response:
-        data = [{"id": model, "object": "model"} for model in self._registry.models()]
-        data += [
-            {"id": name, "object": "model", "parent": model}
-            for name, model in self._registry.adapters().items()
-        ]
-        return web.json_response({"object": "list", "data": data})
+        data = [answers.ListedModel(id=model) for model in self._registry.models()]
+        for name, model in self._registry.adapters().items():
+            data.append(answers.ListedModel(id=name, parent=model))
+        return _json(answers.Models(data=data))
 
     async def _tokenize(self, http: web.Request) -> web.Response:
         async with self._bodies.of(http) as raw:
@@ -149,26 +148,27 @@ class Admin:
         )
 
     async def _advice(self, _: web.Request) -> web.Response:
-        return _json({"models": await self._adviser.look()})
+        return _json(answers.ModelAdvice(models=await self._adviser.look()))
 
     async def _engines(self, _: web.Request) -> web.Response:
-        return _json({"engines": [self._shown(engine) for engine in self._registry]})
+        return _json(answers.RegisteredEngines(engines=[self._row(engine) for engine in self._registry]))
 
     async def _engine(self, http: web.Request) -> web.Response:
         engine = self._registry.get(http.match_info["id"])
-        return _json(self._shown(engine)) if engine else _unknown("engine")
+        return _json(self._row(engine)) if engine else _unknown("engine")
 
-    def _shown(self, engine: Engine) -> dict[str, object]:
-        dispatcher = self._parts.dispatcher
-        others = dispatcher.loads.others.reported(engine.info.id)
-        return {
-            **msgspec.structs.asdict(engine.info),
-            "state": engine.health.state,
-            "failures": engine.health.failures,
-            "in_flight": dispatcher.in_flight(engine.info.id),
-            "others": others._asdict() if others is not None else None,
-            "gaps": by_advice(self._membership.gaps(engine)),
-        }
+    def _row(self, engine: Engine) -> answers.EngineRow:
+        dispatcher, info = self._parts.dispatcher, engine.info
+        others = dispatcher.loads.others.reported(info.id)
+        gaps = [(str(gap), *ADVICE[gap]) for gap in self._membership.gaps(engine)]
+        return answers.EngineRow(
+            **msgspec.structs.asdict(info),
+            state=engine.health.state,
+            failures=engine.health.failures,
+            in_flight=dispatcher.in_flight(info.id),
+            others=answers.OthersRow(**others._asdict()) if others is not None else None,
+            gaps=[answers.GapRow(gap=gap, means=means, do=do) for gap, means, do in gaps],
+        )
 
     async def _register(self, http: web.Request) -> web.Response:
         async with self._bodies.of(http) as raw:
@@ -190,9 +190,12 @@ class Admin:
 
     async def _nodes(self, _: web.Request) -> web.Response:
         cluster = self._membership.cluster
-        shown = [_shown_node(node) for node in self._membership.nodes]
-        shown += [_left_out_node(*one) for one in sorted(cluster.left_out.items())]
-        return _json({"nodes": shown, "membership": cluster.state()})
+        rows = [_node_row(node) for node in self._membership.nodes]
+        rows += [
+            answers.NodeRow(id=node_id, source="membership", why_not=why.why, do=why.do)
+            for node_id, why in sorted(cluster.left_out.items())
+        ]
+        return _json(answers.FollowedNodes(nodes=rows, membership=cluster.state()))
 
     async def _add_node(self, http: web.Request) -> web.Response:
         async with self._bodies.of(http) as raw:
@@ -203,7 +206,7 @@ class Admin:
             return error_response(502, "node_unreachable", f"url: {error}", field="url")
         where = entry.url or entry.events
         _log.info("node %s at %s was registered by %s", node.id, where, http.remote)
-        return _json(_shown_node(node), status=201)
+        return _json(_node_row(node), status=201)
 
     async def _remove_node(self, http: web.Request) -> web.Response:
         node_id = http.match_info["id"]
@@ -221,12 +224,14 @@ class Admin:
         index = self._parts.prefix_index
         table, report = index.present()
         counts = index.fault_counts
-        state = {
-            "up": table is not None,
-            "restarts": index.restarts,
-            "faults": {cause: counts.get(cause, 0) for cause in INDEX_FAULTS},
-        }
-        return _json({**state, **msgspec.structs.asdict(report)})
+        return _json(
+            answers.IndexState(
+                **msgspec.structs.asdict(report),
+                up=table is not None,
+                restarts=index.restarts,
+                faults={cause: counts.get(cause, 0) for cause in INDEX_FAULTS},
+            )
+        )
 
     async def _match(self, http: web.Request) -> web.Response:
         async with self._bodies.of(http) as raw:
@@ -238,23 +243,21 @@ class Admin:
         if body.lora and not any(body.lora in one.info.adapters for one in engines):
             return _not_served("lora", body.lora)
         found = self._parts.prefixes.match(body.model, asked, body.lora, body.cache_salt)
-        answers = [
-            {**_size(one), "matches": matches} for one, matches in zip(asked, found, strict=True)
-        ]
-        return _json(answers[0] if body.prompts is None else {"prompts": answers})
+        rows = [_match_row(*one) for one in zip(asked, found, strict=True)]
+        return _json(rows[0] if body.prompts is None else answers.Matches(prompts=rows))
 
     async def _decisions(self, http: web.Request) -> web.Response:
         text = http.query.get("limit", str(_DECISIONS_LIMIT))
         if not re.fullmatch("[0-9]{1,4}", text) or not 1 <= int(text) <= DECISIONS_LIMIT_MAX:
             raise BadRequestError("limit", f"must be in 1..{DECISIONS_LIMIT_MAX}")
-        return _json({"decisions": self._parts.decisions.newest(int(text))})
+        return _json(answers.Decisions(decisions=self._parts.decisions.newest(int(text))))
 
     async def _decision(self, http: web.Request) -> web.Response:
         decision = self._parts.decisions.get(http.match_info["id"])
         return _json(decision) if decision else _unknown("decision")
 
 
-def _json(value: object, status: int = 200) -> web.Response:
+def _json(value: msgspec.Struct, status: int = 200) -> web.Response:
     body = msgspec.json.encode(value, enc_hook=_encodable)
     return web.Response(status=status, body=body, content_type="application/json")
 
@@ -265,33 +268,23 @@ def _encodable(value: object) -> list[Candidate]:
     return list(value)
 
 
-def _shown_node(node: RegisteredNode) -> dict[str, object]:
-    """A node without its tokens; ``why_not``: why its pages do not count; ``do``: what to do."""
+def _node_row(node: RegisteredNode) -> answers.NodeRow:
+    """A node without its tokens."""
     view, why = node.view, node.why_not()
-    return {
-        "id": node.id,
-        "source": node.source,
-        "cluster": view.cluster if view is not None else None,
-        "url": node.entry.url,
-        "events": node.events,
-        "events_replay": node.events_replay,
-        "boot": view.boot if view is not None else None,
-        "engines": sorted({one.engine.name for one in view.sessions if one.engine is not None})
-        if view is not None
-        else [],
-        "unnamed_sessions": view.unnamed if view is not None else None,
-        "why_not": why[0] if why is not None else None,
-        "do": why[1] if why is not None else None,
-    }
-
-
-def _left_out_node(node_id: str, why: LeftOut) -> dict[str, object]:
-    """A node of a membership that is not followed, as :func:`_shown_node` shows others."""
-    return {
-        "id": node_id, "source": "membership", "cluster": None, "url": None, "events": None,
-        "events_replay": None, "boot": None, "engines": [], "unnamed_sessions": None,
-        "why_not": why.why, "do": why.do,
-    }  # fmt: skip
+    sessions = view.sessions if view is not None else []
+    return answers.NodeRow(
+        id=node.id,
+        source=node.source,
+        cluster=view.cluster if view is not None else None,
+        url=node.entry.url,
+        events=node.events,
+        events_replay=node.events_replay,
+        boot=view.boot if view is not None else None,
+        engines=sorted({one.engine.name for one in sessions if one.engine is not None}),
+        unnamed_sessions=view.unnamed if view is not None else None,
+        why_not=why[0] if why is not None else None,
+        do=why[1] if why is not None else None,
+    )
 
 
 def _not_served(field: str, name: str) -> web.Response:
@@ -299,8 +292,12 @@ def _not_served(field: str, name: str) -> web.Response:
     return error_response(404, "model_not_found", what, field=field)
 
 
-def _size(asked: Sequence[int] | PrefixKeys) -> dict[str, int]:
-    return {"keys" if isinstance(asked, PrefixKeys) else "prompt_tokens": len(asked)}
+def _match_row(
+    asked: Sequence[int] | PrefixKeys, matches: list[MediumMatch]
+) -> answers.PromptMatch:
+    if isinstance(asked, PrefixKeys):
+        return answers.PromptMatch(keys=len(asked), matches=matches)
+    return answers.PromptMatch(prompt_tokens=len(asked), matches=matches)
 
 
 def _unknown(what: str) -> web.Response:

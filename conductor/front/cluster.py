@@ -10,6 +10,7 @@ import logging
 from typing import Final, NamedTuple, get_args
 
 from conductor.config import ConductorConfig, NodeEntry, check_url
+from conductor.front.answers import MembershipState
 from conductor.front.auth import checked_token, read_token_file
 from conductor.front.guarding import Guard
 from conductor.front.nodes import NODES_MAX, Nodes
@@ -100,16 +101,16 @@ class ClusterNodes:
                     self._say(self._membership)
                     self._compare(self._membership)
 
-    def state(self) -> dict[str, object] | None:
+    def state(self) -> MembershipState | None:
         """The standing of the membership, for operators; None without one."""
         if self._membership is None:
             return None
         standing = self._membership.standing
-        return {
-            "kind": self._cluster.membership, "cluster": self._cluster.name,
-            "state": standing.state, "field": standing.field, "why": standing.why,
-            "nodes": sorted(self._membership.nodes), "unreadable_records": standing.unreadable,
-        }  # fmt: skip
+        return MembershipState(
+            kind=self._cluster.membership, cluster=self._cluster.name,
+            state=standing.state, field=standing.field, why=standing.why,
+            nodes=sorted(self._membership.nodes), unreadable_records=standing.unreadable,
+        )  # fmt: skip
 
     def gauges(self) -> dict[str, dict[tuple[str, ...], float]]:
         """State of the membership, for metrics; all 0 without one."""

@@ -13,7 +13,7 @@ If several nodes have such sessions, none of them is used: nothing is guessed.
 """
 
 import enum
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Annotated, Final, NamedTuple
 from urllib.parse import urlsplit
 
@@ -286,8 +286,3 @@ def _events(rank: int, engine: SeenEngine, host: str) -> RankEvents:
         engine.events_bind,
         reachable(engine.events_replay, host),
     )
-
-
-def by_advice(gaps: Iterable[Gap]) -> list[Mapping[str, str]]:
-    """Gaps with their meaning and what to do, for people."""
-    return [{"gap": str(gap), "means": ADVICE[gap][0], "do": ADVICE[gap][1]} for gap in gaps]

@@ -1,9 +1,9 @@
 """Checks of ``kvstore doctor``: do a node and a Conductor know which session is of which engine?"""
 
 import http.client
-import json
-from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final, TypeVar
+
+import msgspec
 
 from kvstore.config.machine import Check
 from kvstore.protocol.counts import NodeStats
@@ -18,6 +18,51 @@ _NAME_ADVICE: Final = (
     "a Conductor cannot find their engines: set the adapter's option `engine` (vLLM: in"
     " kv_connector_extra_config) to the engine's id, and update adapters of an earlier version"
 )
+
+_T = TypeVar("_T")
+
+
+class _Gap(msgspec.Struct, frozen=True):
+    """Why an engine's KV does not count, and what ends that."""
+
+    means: str
+    do: str
+
+
+class _Engine(msgspec.Struct, frozen=True):
+    """What is shown here of an engine; versions of a Conductor differ in what they tell."""
+
+    id: str
+    url: str
+    state: str = ""
+    failures: int | None = None
+    gaps: list[_Gap] = []
+
+
+class _Engines(msgspec.Struct, frozen=True):
+    engines: list[_Engine]
+
+
+class _Node(msgspec.Struct, frozen=True):
+    """What is shown here of a node; ``why_not``: why its pages do not count."""
+
+    id: str
+    why_not: str | None = None
+    do: str | None = None
+
+
+class _Membership(msgspec.Struct, frozen=True):
+    """The store that names the nodes."""
+
+    kind: str
+    cluster: str
+    state: str
+    why: str
+
+
+class _Nodes(msgspec.Struct, frozen=True):
+    nodes: list[_Node]
+    membership: _Membership | None = None
 
 
 def name_check(stats: NodeStats | None) -> list[Check]:
@@ -47,13 +92,14 @@ def conductor_checks(url: str, token: str) -> list[Check]:
     """
     token = conductor_token(url) or token
     try:
-        engines, nodes = (_answer(url, name, token) for name in ("engines", "nodes"))
-        checks = _checks(engines["engines"], nodes["nodes"], nodes.get("membership"))
-        counted = f"{url}: {len(engines['engines'])} engines, {len(nodes['nodes'])} nodes"
-    except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException) as error:
+        engines = _answer(url, "engines", token, _Engines).engines
+        nodes = _answer(url, "nodes", token, _Nodes)
+        checks = _checks(engines, nodes)
+        counted = f"{url}: {len(engines)} engines, {len(nodes.nodes)} nodes"
+    except (OSError, ValueError, http.client.HTTPException) as error:
         advice = "check --conductor, and whether it runs; if reading needs a token, give --token"
         return [Check("conductor", "fail", f"{url}: {error}", advice)]
-    if not engines["engines"]:
+    if not engines:
         first = Check("conductor", "warn", counted, "register engines: POST /v1/engines")
     else:
         advice = "see the lines below" if checks else ""
@@ -61,7 +107,7 @@ def conductor_checks(url: str, token: str) -> list[Check]:
     return [first, *checks[:_SHOWN_MAX]]
 
 
-def _answer(url: str, name: str, token: str) -> dict[str, Any]:
+def _answer(url: str, name: str, token: str, kind: type[_T]) -> _T:
     """The engines or the nodes of a Conductor.
 
     Raises:
@@ -70,40 +116,38 @@ def _answer(url: str, name: str, token: str) -> dict[str, Any]:
     status, body = client.send(url, "GET", f"/v1/{name}", token=token, timeout_s=_TIMEOUT_S)
     if status != http.client.OK:
         raise ValueError(f"GET /v1/{name}: status {status}")
-    answer: dict[str, Any] = json.loads(body)
-    return answer
+    return msgspec.json.decode(body, type=kind)
 
 
-def _checks(
-    engines: list[dict[str, Any]], nodes: list[dict[str, Any]], membership: dict[str, Any] | None
-) -> list[Check]:
+def _checks(engines: list[_Engine], nodes: _Nodes) -> list[Check]:
     """A line for each engine and node that does not count, and for a membership that is away."""
+    membership = nodes.membership
     return [
-        *([_membership(membership)] if membership and membership["state"] != "current" else []),
-        *(_dead(one) for one in engines if one.get("state") == "dead"),
-        *(_engine(one) for one in engines if one.get("gaps")),
-        *(_node(one) for one in nodes if one.get("why_not")),
+        *([_membership(membership)] if membership and membership.state != "current" else []),
+        *(_dead(one) for one in engines if one.state == "dead"),
+        *(_engine(one) for one in engines if one.gaps),
+        *(_node(one, one.why_not) for one in nodes.nodes if one.why_not),
     ]
 
 
-def _membership(shown: Mapping[str, Any]) -> Check:
-    kind = shown["kind"]
-    means = f"cluster {shown['cluster']}: {kind} is {shown['state']}: {shown['why']}"
-    advice = f"check {kind}, and section {kind} of the Conductor; until then no new node is seen"
-    return Check("membership", "warn", means, advice)
+def _membership(shown: _Membership) -> Check:
+    means = f"cluster {shown.cluster}: {shown.kind} is {shown.state}: {shown.why}"
+    where = f"check {shown.kind}, and section {shown.kind} of the Conductor"
+    return Check("membership", "warn", means, f"{where}; until then no new node is seen")
 
 
-def _dead(shown: Mapping[str, Any]) -> Check:
-    means = f"it is dead: {shown.get('failures', 'several')} failures in a row; it gets no requests"
-    advice = f"check whether {shown['url']} answers; it counts again when it does"
-    return Check(f"engine {shown['id']}", "warn", means, advice)
+def _dead(shown: _Engine) -> Check:
+    failures = "several" if shown.failures is None else shown.failures
+    means = f"it is dead: {failures} failures in a row; it gets no requests"
+    advice = f"check whether {shown.url} answers; it counts again when it does"
+    return Check(f"engine {shown.id}", "warn", means, advice)
 
 
-def _engine(shown: Mapping[str, Any]) -> Check:
-    means = "; ".join(gap["means"] for gap in shown["gaps"])
-    advice = dict.fromkeys(gap["do"] for gap in shown["gaps"])
-    return Check(f"engine {shown['id']}", "warn", means, "; ".join(advice))
+def _engine(shown: _Engine) -> Check:
+    means = "; ".join(gap.means for gap in shown.gaps)
+    advice = dict.fromkeys(gap.do for gap in shown.gaps)
+    return Check(f"engine {shown.id}", "warn", means, "; ".join(advice))
 
 
-def _node(shown: Mapping[str, Any]) -> Check:
-    return Check(f"node {shown['id']}", "warn", shown["why_not"], shown["do"])
+def _node(shown: _Node, why_not: str) -> Check:
+    return Check(f"node {shown.id}", "warn", why_not, shown.do or "")

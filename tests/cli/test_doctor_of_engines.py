@@ -61,7 +61,12 @@ def node(name: str, why: str | None = None) -> dict[str, object]:
 
 def test_each_gap_of_an_engine_or_node_is_a_line_with_its_advice(conductor) -> None:
     conductor.answers = {
-        "/v1/engines": {"engines": [{"id": "good", "gaps": []}, {"id": "e", "gaps": [GAP, GAP]}]},
+        "/v1/engines": {
+            "engines": [
+                {"id": "good", "url": "http://h:1"},
+                {"id": "e", "url": "http://h:2", "gaps": [GAP, GAP]},
+            ]
+        },
         "/v1/nodes": {"nodes": [node("m"), node("n", "its events are off")]},
     }
     first, engine, of_node = conductor_checks(conductor.url, "")
@@ -77,7 +82,7 @@ def test_each_gap_of_an_engine_or_node_is_a_line_with_its_advice(conductor) -> N
 @pytest.mark.parametrize(("state", "lines"), [("current", 0), ("away", 1), ("connecting", 1)])
 def test_a_membership_that_is_not_read_is_a_line(conductor, state: str, lines: int) -> None:
     membership = {"kind": "etcd", "cluster": "blue", "state": state, "field": "", "why": "closed"}
-    conductor.answers["/v1/engines"] = {"engines": [{"id": "e", "gaps": []}]}
+    conductor.answers["/v1/engines"] = {"engines": [{"id": "e", "url": "http://h:1", "gaps": []}]}
     conductor.answers["/v1/nodes"] = {"nodes": [], "membership": membership}
     _, *found = conductor_checks(conductor.url, "")
     assert [(one.name, one.status) for one in found] == [("membership", "warn")] * lines
@@ -111,12 +116,12 @@ def test_a_conductor_that_lacks_nothing_is_well_and_an_empty_one_is_not(conducto
     [empty] = conductor_checks(conductor.url, "")
     assert (empty.status, empty.advice) == ("warn", "register engines: POST /v1/engines")
 
-    conductor.answers["/v1/engines"] = {"engines": [{"id": "e", "gaps": []}]}
+    conductor.answers["/v1/engines"] = {"engines": [{"id": "e", "url": "http://h:1", "gaps": []}]}
     [well] = conductor_checks(conductor.url, "")
     assert well.status == "ok"
 
 
-@pytest.mark.parametrize("answer", [None, [], {"other": 1}])
+@pytest.mark.parametrize("answer", [None, [], {"other": 1}, {"engines": [{"id": 3}]}])
 def test_what_is_no_conductor_or_refuses_fails_and_says_what_to_check(conductor, answer) -> None:
     conductor.answers = {"/v1/engines": answer}
     [found] = conductor_checks(conductor.url, "")
@@ -146,7 +151,9 @@ def test_a_session_of_another_node_is_no_engine_without_a_name() -> None:
 
 
 def test_the_command_asks_the_conductor_that_is_named(conductor, capsys, tmp_path) -> None:
-    conductor.answers["/v1/engines"] = {"engines": [{"id": "e", "gaps": [GAP]}]}
+    conductor.answers["/v1/engines"] = {
+        "engines": [{"id": "e", "url": "http://h:1", "gaps": [GAP]}]
+    }
     words = ["doctor", "--url", "http://127.0.0.1:1", "--directory", str(tmp_path), "--json"]
     main([*words, "--conductor", conductor.url])
 

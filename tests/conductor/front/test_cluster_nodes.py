@@ -122,14 +122,14 @@ async def test_what_was_told_stays_while_the_store_is_away(caplog) -> None:
         blue.records.away = True
         with caplog.at_level(logging.WARNING):
             membership = client.conductor.membership.cluster
-            await eventually(lambda: (membership.state() or {})["state"] == "away")
+            await eventually(lambda: membership.state().state == "away")
             reads = a.reads
             await eventually(lambda: a.reads > reads + 2)
         assert known(client) == {"a": "membership"}
         text = (await client.get("/metrics"))[1]
         assert 'kvstore_conductor_membership_state{state="away"} 1.0' in text
         blue.records.away = False
-        await eventually(lambda: (membership.state() or {})["state"] == "current")
+        await eventually(lambda: membership.state().state == "current")
     assert [one for one in caplog.messages if "membership in etcd is away" in one]
 
 
