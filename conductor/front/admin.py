@@ -151,7 +151,9 @@ class Admin:
         return _json(answers.ModelAdvice(models=await self._adviser.look()))
 
     async def _engines(self, _: web.Request) -> web.Response:
-        return _json(answers.RegisteredEngines(engines=[self._row(engine) for engine in self._registry]))
+        return _json(
+            answers.RegisteredEngines(engines=[self._row(engine) for engine in self._registry])
+        )
 
     async def _engine(self, http: web.Request) -> web.Response:
         engine = self._registry.get(http.match_info["id"])

@@ -116,7 +116,8 @@ class SecondsChooser:
         self._choices: dict[Key, _Choices] = {}
         self._in_vain: Counter[Key] = Counter()
         self._alike: dict[tuple[Key, object], _Alike] = {}
-        self._roomless: set[Key] = set()  # no first engine has a place; places only get fewer
+        self._awaited: set[int] = set()  # engines for which requests waited before this call
+        self._roomless: set[Key] = set()  # no engine is left over; places only get fewer
 
     def choose(
         self,
@@ -142,7 +143,7 @@ class SecondsChooser:
         if bound in choices.rows.at:
             takers = {bound} if self._room[bound] else set[int]()
             if not takers and key not in self._roomless and waiting.waits_long(row, now):
-                takers = {one for one in choices.rows.firsts if self._room[one]}
+                takers = {one for one in choices.rows.firsts if self._is_left_over(one)}
                 if not takers:
                     self._roomless.add(key)
             if not takers:
@@ -215,6 +216,15 @@ class SecondsChooser:
         if self._policy.binds is Binding.ARRIVAL:
             rows = [self._view.row_of(bound) if bound else None for bound in waiting.bound]
             self._prices.think_all(rows, waiting.least_s)
+            self._awaited.update(row for row in rows if row is not None)
+
+    def _is_left_over(self, row: int) -> bool:
+        """Whether an engine has a place that nobody waits for.
+
+        A request that gives up its engine must not delay those who wait for another one: near the
+        limit of all engines each of these would give up its own in turn, and be late as well.
+        """
+        return bool(self._room[row]) and row not in self._awaited
 
     def free(self, rows: Rows) -> Flags:
         """Whether engines can be given a prompt."""

@@ -214,6 +214,30 @@ def test_who_has_waited_half_of_its_time_for_a_full_engine_takes_any_other(polic
     assert decide(31.0) == [(3, "has")]
 
 
+@pytest.mark.parametrize("policy", SECONDS[:2])
+def test_who_gives_up_its_engine_leaves_another_to_those_who_wait_for_it(policy: str) -> None:
+    registry = EngineRegistry()
+    for name in ("has", "other"):
+        registry.register(info(name, "mixed", 1), 0.0)
+    desk = dispatcher(registry, policy)
+    wants = {1: "has", 2: "has", 3: "other", 4: "other"}
+
+    def decide(now: float) -> list[tuple[int, str]]:
+        for number, _ in desk.due(now):
+            desk.learn(number, {wants[number]: Prefix(TOKENS, 0, TOKENS)})
+        effects = desk.step(now)
+        desk.check()
+        return [(one.request, one.prefill) for one in effects if isinstance(one, Assign)]
+
+    for number in wants:
+        desk.arrive(Request(number=number, model="m", arrived=0.0, tokens=TOKENS))
+    assert decide(0.0) == [(1, "has"), (3, "other")]
+    desk.left(3, 31.0)
+    assert decide(31.0) == [(4, "other")], "the second one has waited long, but not for this one"
+    desk.left(4, 32.0)
+    assert decide(32.0) == [(2, "other")], "now nobody waits for it"
+
+
 def over_one(places: int = 64, policy: str = "earliest-first-token") -> Dispatcher:
     """A dispatcher over one mixed engine "e"."""
     registry = EngineRegistry()
