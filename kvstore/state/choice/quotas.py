@@ -99,13 +99,13 @@ class Quotas:
             limits.space
             for limits in self.limited.values()
             if limits.space.identity.tenant == space.identity.tenant
-            and not self._protected(limits, space, slot_bytes)
+            and not self.protects(limits.space, space, slot_bytes)
         ]
 
     def protects(self, victim: PrefixTree, space: PrefixTree, size_bytes: int) -> bool:
         """Whether ``victim`` must not lose ``size_bytes`` bytes to ``space``."""
-        limits = self.limited.get(victim.number)
-        return limits is not None and self._protected(limits, space, size_bytes)
+        spare = self.spare(victim, space)
+        return spare is not None and spare < size_bytes
 
     def exceeded(self, space: PrefixTree, more_bytes: int = 0) -> bool:
         """Whether the space is over its quota, or would be with ``more_bytes`` more."""
@@ -124,13 +124,6 @@ class Quotas:
         if limits is None or victim is space or not limits.reserved_bytes:
             return None
         return max(0, self.used(victim) - limits.reserved_bytes)
-
-    def _protected(self, limits: SpaceLimits, space: PrefixTree, size_bytes: int) -> bool:
-        return (
-            limits.space is not space
-            and limits.reserved_bytes > 0
-            and self.used(limits.space) - size_bytes < limits.reserved_bytes
-        )
 
 
 PINS_MAX: Final = 1024

@@ -121,10 +121,8 @@ class RoomChooser:
                 limited = node.space.number in held.quotas.limited
                 if not limited and held.draining.skips(node, slot_bytes):
                     continue
-                each, spare = (
-                    slots_of_a_page(node, slot_bytes),
-                    held.quotas.spare(node.space, space),
-                )
+                spare = held.quotas.spare(node.space, space)
+                each = slots_of_a_page(node, slot_bytes)
                 pages = -(-left // each)
                 if spare is not None:  # what is more is reserved, maybe with what has been taken
                     pages = min(pages, 1 + max(0, spare - slot_bytes) // bytes_of_a_page(node))
