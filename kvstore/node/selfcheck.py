@@ -37,17 +37,11 @@ class SelfCheck:
         return looked is None
 
     def run(self) -> None:
-        """Check everything now, also what is read from other nodes, which no round checks.
-
-        A round that is under way continues later.
-        """
+        """Check everything now; a round that is under way continues later."""
         under_way, self._round = self._round, self._checks()
         while not self.step():
             pass
         self._round = under_way
-        if self._node.remote is not None:
-            with self._node.pages.story.explaining():
-                self._node.remote.check()
 
     def _checks(self) -> Iterator[int]:
         node = self._node
@@ -56,4 +50,7 @@ class SelfCheck:
         for token, session in list(node.sessions.items()):
             assert session.token == token
             for _ in session.checks():
+                yield 0
+        if node.remote is not None:
+            for _ in node.remote.checks():
                 yield 0

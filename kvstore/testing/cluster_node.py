@@ -367,9 +367,7 @@ class ClusterNode:
 
     def check(self) -> None:
         """Assert the invariants of the node."""
-        assert self.node.remote is not None
         self.desk.self_check.run()
-        self.node.remote.check()
         self.followers.check(self.node.pages)
         if self.disk is not None:
             self.disk.check_quotas()

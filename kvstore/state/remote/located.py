@@ -10,7 +10,7 @@ answer with which it started. Queries and answers are bounded; the oldest answer
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Final, NamedTuple
@@ -19,6 +19,8 @@ from kvstore.protocol.page import KEY_BYTES, PrefixKey
 from kvstore.state.remote.jobs import Holding, Locate, PeerJob
 from kvstore.state.tree.prefix_tree import PrefixTree
 
+STRETCH_KEYS: Final = 128
+"""Keys that one stretch of the self-check looks up."""
 LOCATE_NS: Final = 50_000_000
 """If a query is not answered by then, no peer is assumed to have the pages."""
 FRESH_NS = 1_000_000_000
@@ -248,16 +250,27 @@ class LocatedChains:
         first = next(iter(self._asking.values()), None)
         return first.asked_ns + LOCATE_NS if first is not None else 0
 
-    def check(self) -> None:
-        """Assert that all and only the remembered chains are found by their keys."""
+    def checks(self) -> Iterator[None]:
+        """Assert, a stretch at a time, that keys name remembered chains only."""
         assert len(self._asking) <= ASKING_MAX
         assert len(self._chains) <= CHAINS_MAX
         assert all(self._chains[number] is one for number, one in self._asking.items())
         assert all(one.asking == (number in self._asking) for number, one in self._chains.items())
         assert self._keys == sum(len(one.keys) // KEY_BYTES for one in self._chains.values())
-        for keys in self._by_key.values():
-            assert keys, "a space of which nothing is known"
-            assert all(self._chains.get(one.number) is one for one in keys.values())
+        assert all(self._by_key.values()), "a space of which nothing is known"
+        named, found, before = sum(map(len, self._by_key.values())), 0, self._ends()
+        yield
+        for chain in list(self._chains.values()):
+            for first in range(chain.first, chain.end, STRETCH_KEYS):
+                known = self._by_key.get(chain.space.number, {})
+                for at in range(first, min(first + STRETCH_KEYS, chain.end)):
+                    found += known.get(chain.key(at)) is chain
+                yield
+        assert found >= named or self._ends() != before, "a key of a chain that is forgotten"
+
+    def _ends(self) -> list[tuple[int, int, int]]:
+        """The keys that are known of each chain."""
+        return [(number, one.first, one.end) for number, one in self._chains.items()]
 
     def _answer(self, chain: LocatedChain, now_ns: int) -> None:
         assert chain.asking == (chain.number in self._asking)

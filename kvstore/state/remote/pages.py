@@ -20,7 +20,7 @@ tried again, and pages that are still missing are requested from the remaining h
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import count, groupby
 from typing import Final
 
@@ -28,7 +28,13 @@ from kvstore.protocol.counts import RemoteCounts
 from kvstore.protocol.page import DIGEST_BYTES, KEY_BYTES, PrefixKey
 from kvstore.state.remote.arrival import Arrival
 from kvstore.state.remote.jobs import FetchEnd, Holding, PeerFetch, PeerJob, PeerLimits
-from kvstore.state.remote.located import FRESH_NS, KEPT_NS, LocatedChain, LocatedChains, Span
+from kvstore.state.remote.located import (
+    FRESH_NS,
+    KEPT_NS,
+    LocatedChain,
+    LocatedChains,
+    Span,
+)  # fmt: skip
 from kvstore.state.remote.rates import START_S, PeerRates
 from kvstore.state.remote.spreads import Spreads
 from kvstore.state.table.pages import PageTable
@@ -253,28 +259,24 @@ class RemotePages:
             located_chains=len(self.chains), peers=self._rates.stats(unsettled),
         )  # fmt: skip
 
-    def check(self) -> None:
-        """Assert that jobs, puts, and the keys being read agree."""
-        self.chains.check()
+    def checks(self) -> Iterator[None]:
+        """Assert, a stretch at a time, that jobs, puts, and the keys being read agree."""
+        yield from self.chains.checks()
         assert self._session.used_bytes <= self.limits.in_flight_bytes_max
-        size = 0
-        for job, arrival in self._arrivals.items():
-            put = arrival.pages
-            assert arrival.job == job
-            assert put.lost == arrival.lost
-            assert not (arrival.lost and arrival.waiters)
-            assert list(arrival.process.puts) == [arrival.put]
-            size += put.size_bytes
-            for key, slot in zip(put.keys, put.slots, strict=True):
-                if self._table.residents.owner(slot) is not None:
-                    assert self._by_key[put.space.number, put.shard][key] is arrival
-        assert size == self._session.used_bytes
-        for keys in self._by_key.values():
-            assert keys, "a shard of which nothing is on its way"
-            for key, arrival in keys.items():
-                assert self._arrivals[arrival.job] is arrival
-                assert not arrival.lost
-                assert key in arrival.pages.keys
+        assert self._session.used_bytes == sum(
+            [one.pages.size_bytes for one in self._arrivals.values()]
+        ), "bytes that no job has, or that no quota counts"
+        assert all(self._by_key.values()), "a shard of which nothing is on its way"
+        named, found, before = sum(map(len, self._by_key.values())), 0, self._left()
+        yield
+        for job, _ in before:
+            if arrival := self._arrivals.get(job):  # else it has ended meanwhile
+                found += yield from arrival.checks(self._by_key, self._table.residents)
+        assert found == named or self._left() != before, "a key that no job reads"
+
+    def _left(self) -> list[tuple[int, int]]:
+        """The pages that have not arrived, by job."""
+        return [(job, len(arrival.pages.keys)) for job, arrival in self._arrivals.items()]
 
     # ---- inside -----------------------------------------------------------------------------
 
