@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conductor.costs.book import CostBook, EngineCosts, Machine
-from conductor.routing.choices import Assign
+from conductor.routing.choices import Assign, Continue
 from conductor.routing.columns import Prefix
 from conductor.routing.dispatcher import Dispatcher
 from conductor.routing.engines import EngineInfo, EngineRegistry, Role
@@ -118,6 +118,39 @@ def test_a_request_that_is_said_to_decode_twice_counts_once() -> None:
     assert room() == empty - 8192
     desk.left(1, 2.0)
     assert room() == empty
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_steps_are_learned_from_the_first_token_on_wherever_a_request_decodes(
+    streamed: bool, elsewhere: bool
+) -> None:
+    """Not from the handoff on; of an answer that is not streamed its first token is unknown."""
+    registry = EngineRegistry()
+    for name, role in (("p", "prefill"), ("d0", "decode"), ("d1", "decode")):
+        registry.register(info(name, role), 0.0)
+    desk = dispatcher(registry, "earliest-first-token")
+    desk.arrive(Request(number=1, model="m", arrived=0.0, tokens=8192))
+    [assign] = decided(desk, 0.0)
+    assert isinstance(assign, Assign)
+    if elsewhere:
+        registry.remove(assign.decode)
+        desk.forget(assign.decode)
+    desk.prefilled(1, 1.0)
+    [then] = desk.step(1.0)
+    assert isinstance(then, Continue)
+    assert (then.decode != assign.decode) == elsewhere
+    decoder = registry.get(then.decode)
+    assert decoder is not None
+    costs = desk.loads.costs(decoder.info)
+    step_s = costs.step_seconds(1.0, 8192.0)
+    if streamed:
+        desk.began(1, 3.0)
+    desk.ended(1, 11, 3.0 + 10 * step_s)
+    desk.check()
+
+    assert costs.step_fit.count == streamed
+    assert costs.step_bias.factor == pytest.approx(1.0)
 
 
 def test_kv_leaves_an_engine_one_prompt_after_the_other() -> None:
