@@ -170,3 +170,16 @@ async def test_nobody_waits_for_ever_for_an_engine_that_is_silent(
         assert status == 200 if silent == "tokenizer" else status in (503, 504)
         await eventually(lambda: nothing_is_held(client))
         await eventually(lambda: client.conductor.proxy.active == 0)
+
+
+@in_loop
+async def test_the_time_at_an_engine_that_fails_is_not_the_conductor_s_own() -> None:
+    silent, other = FakeEngine("a", "mixed"), FakeEngine("b", "mixed")
+    async with serving(silent, other, deadline={"first_byte_s": 0.5}) as client:
+        silent.gate.clear()
+        status, _, headers = await client.complete("x", stream=True)
+        assert status == 200
+        decision = await client.decision(headers["X-Request-Id"])
+        assert [one["prefill"] for one in decision["attempts"]] == ["a", "b"]
+        assert decision["ttft_s"] > 0.5
+        assert decision["conductor_s"] < 0.5
