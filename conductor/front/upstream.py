@@ -221,6 +221,10 @@ class Upstream:
                 why = "the connection was closed in the middle of the answer"
                 answer.content.set_exception(aiohttp.ClientPayloadError(why))
 
+        def leave() -> None:
+            if ended is not None:
+                ended.remove_done_callback(tell)
+
         connection = answer.connection
         if connection is None or connection.protocol is None:
             return  # the whole answer is here
@@ -232,7 +236,7 @@ class Upstream:
             self._ends.add(ended)
             ended.add_done_callback(_take)
         ended.add_done_callback(tell)
-        connection.add_callback(lambda: ended.remove_done_callback(tell))
+        connection.add_callback(leave)
 
     @asynccontextmanager
     async def stream(

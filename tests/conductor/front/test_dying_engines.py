@@ -183,3 +183,15 @@ async def test_the_time_at_an_engine_that_fails_is_not_the_conductor_s_own() -> 
         assert [one["prefill"] for one in decision["attempts"]] == ["a", "b"]
         assert decision["ttft_s"] > 0.5
         assert decision["conductor_s"] < 0.5
+
+
+@in_loop
+async def test_few_engines_are_asked_for_tokens_one_after_another() -> None:
+    """A client does not wait for the deadlines of all engines."""
+    engines = [FakeEngine(name, "mixed") for name in "abcde"]
+    async with serving(*engines, deadline={"tokenize_s": 0.1}) as client:
+        for engine in engines:
+            engine.tokenize_gate.clear()
+        status, answer, _ = await client.post("/tokenize", {"prompt": "x"})
+        assert (status, answer["error"]["code"]) == (503, "no_engine")
+        assert sum(engine.tokenized for engine in engines) == 3
