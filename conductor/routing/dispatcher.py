@@ -167,7 +167,7 @@ class Dispatcher:
         for engine_id in known.held:
             self.loads.arrived(number, engine_id, now)
         if known.assign.decode in known.held:
-            self._decodes(known, known.assign.decode, now)
+            self._decodes(known, known.assign.decode, now, told=True)
 
     def ended(
         self, number: int, output_tokens: int, now: float, restored: Restored | None = None
@@ -188,9 +188,7 @@ class Dispatcher:
         self.admission.ended(number, output_tokens, now)
         self._attained.ended(number, output_tokens, now)
 
-    def _decodes(
-        self, known: KnownRequest, engine_id: str, now: float, *, told: bool = True
-    ) -> None:
+    def _decodes(self, known: KnownRequest, engine_id: str, now: float, *, told: bool) -> None:
         """A request decodes from now on; ``told``: its first token was reported."""
         engine = self._registry.get(engine_id)
         if engine is not None:
