@@ -243,7 +243,7 @@ class Proxy:
                 assign = await lease.assigned()
             finally:
                 run.waited(parts.clock() - started)
-            parts.bringer.assigned(run.number, assign.prefill, run.keys)
+            parts.bringer.assigned(run.number, decision.model, assign.prefill, run.keys)
             decision.judgement = parts.dispatcher.admission.judgement(run.number)
             attempt = decision.attempted(assign, parts.clock() - run.arrived)
             parts.metrics.assigned(self._policy, str(assign.plan))
