@@ -49,6 +49,11 @@ class EngineError(Exception):
         self.sick = sick
         self.status = status
 
+    @property
+    def brief(self) -> str:
+        """The same without a word of the engine's answer, which may repeat the prompt."""
+        return f"engine {self.engine}: " + (f"status {self.status}" if self.status else "it failed")
+
 
 class EngineRefusedError(Exception):
     """An engine refused the request as invalid."""
