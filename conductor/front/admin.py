@@ -3,6 +3,7 @@
 import logging
 import re
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Final
 
 import msgspec
@@ -40,6 +41,8 @@ from kvstore.protocol.page import PrefixKeys
 
 DECISIONS_LIMIT_MAX: Final = 1000
 _DECISIONS_LIMIT: Final = 20
+_TOKENIZE_TRIES: Final = 3
+"""Engines that are asked for tokens, one after another; each may use up its deadline."""
 
 _log = logging.getLogger(__name__)
 
@@ -119,15 +122,16 @@ class Admin:
         body = parse(raw, _TokenizeBody)
         if body.model is not None and not self._registry.of_model(body.model):
             return _not_served("model", body.model)
-        for model in [body.model] if body.model is not None else self._registry.models():
-            for engine_id in self._prompts.askable(model):
-                try:
-                    answer = await self._prompts.ask(engine_id, raw)
-                except EngineError as error:
-                    if error.sick:
-                        self._membership.broke(engine_id)
-                    continue
-                return web.Response(body=answer, content_type="application/json")
+        models = [body.model] if body.model is not None else self._registry.models()
+        askable = (one for model in models for one in self._prompts.askable(model))
+        for engine_id in islice(askable, _TOKENIZE_TRIES):
+            try:
+                answer = await self._prompts.ask(engine_id, raw)
+            except EngineError as error:
+                if error.sick:
+                    self._membership.broke(engine_id)
+                continue
+            return web.Response(body=answer, content_type="application/json")
         return error_response(503, "no_engine", "no engine answers", retry_after_s=1)
 
     async def _health(self, _: web.Request) -> web.Response:

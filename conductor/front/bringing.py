@@ -219,11 +219,12 @@ class Bringer:
 
     # What becomes of requests
 
-    def assigned(self, number: int, engine_id: str, keys: Words) -> None:
+    def assigned(self, number: int, model: str, engine_id: str, keys: Words) -> None:
         """A request has an engine for its prompt.
 
         Args:
             number: of the request.
+            model: requested model, or LoRA adapter.
             engine_id: the engine.
             keys: a chain value for each leading page of its prompt.
         """
@@ -233,7 +234,7 @@ class Bringer:
             with self._guard.turn("copying prefixes"):
                 pages, copies = self._hot.came(keys, self._clock())
                 if copies:
-                    self._replicate(number, engine.info, pages, copies)
+                    self._replicate(number, model, engine.info, pages, copies)
 
     def left(self, number: int) -> list[Brought]:
         """A request has ended, or its client has gone; returns what was brought for it."""
@@ -247,14 +248,17 @@ class Bringer:
 
     # Prefixes that many have
 
-    def _replicate(self, number: int, info: EngineInfo, pages: int, copies: int) -> None:
+    def _replicate(
+        self, number: int, model: str, info: EngineInfo, pages: int, copies: int
+    ) -> None:
         """Let more nodes have the beginning of a prompt, as far as one has it."""
-        wanted = pages * self._prefixes.key_tokens(info.model)
-        found = self._prefixes.find(number, info.model)
-        tokens, node = max(
+        wanted = pages * self._prefixes.key_tokens(model)
+        found = self._prefixes.find(number, model)
+        has = [
             (found.get(one.info.id, NO_PREFIX).node, one.info.node or "")
-            for one in self._registry.of_model(info.model)
-        )
+            for one in self._registry.of_model(model)
+        ]
+        tokens, node = max(has, default=(0, ""))
         entry, keys = self._entry(node), self._prefixes.pages(number, info)
         count = min(tokens, wanted) // info.page_tokens
         full = self._replications[node] >= self._config.jobs_max

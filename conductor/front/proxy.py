@@ -89,7 +89,6 @@ class Proxy:
         return await self._serve(http, Route.CHAT)
 
     async def _serve(self, http: web.Request, route: Route) -> web.StreamResponse:
-        arrived = self._parts.clock()
         if self.closing:
             return error_response(
                 503, "shutting_down", "the Conductor is shutting down", retry_after_s=1
@@ -103,12 +102,14 @@ class Proxy:
                 retry_after_s=self._parts.dispatcher.retry_after_s,
             )
         async with self._bodies.of(http) as raw:
-            return await self._complete(http, route, raw, arrived)
+            return await self._complete(http, route, raw)
 
-    async def _complete(
-        self, http: web.Request, route: Route, raw: bytes, arrived: float
-    ) -> web.StreamResponse:
-        """Handle one request whose body has been read."""
+    async def _complete(self, http: web.Request, route: Route, raw: bytes) -> web.StreamResponse:
+        """Handle one request whose body has been read.
+
+        It arrives now: a client that sends slowly is not thought to have waited.
+        """
+        arrived = self._parts.clock()
         try:
             body = parse_completion(route, raw)
             body = replace(body, service=self._service(http, body))
@@ -242,7 +243,7 @@ class Proxy:
                 assign = await lease.assigned()
             finally:
                 run.waited(parts.clock() - started)
-            parts.bringer.assigned(run.number, assign.prefill, run.keys)
+            parts.bringer.assigned(run.number, decision.model, assign.prefill, run.keys)
             decision.judgement = parts.dispatcher.admission.judgement(run.number)
             attempt = decision.attempted(assign, parts.clock() - run.arrived)
             parts.metrics.assigned(self._policy, str(assign.plan))
@@ -257,7 +258,7 @@ class Proxy:
                     parts.membership.broke(error.engine)
                 if run.response is not None:
                     return await self._give_up(run, 502, "engine_failed", str(error))
-                lease.failed(error.engine, str(error))
+                lease.failed(error.engine, error.brief)  # a journal has it
 
     async def _tokens(self, run: Run) -> list[int] | None:
         """The prompt as token ids, if the policy needs them or the request has them."""

@@ -182,26 +182,31 @@ class Relay:
         tail: deque[bytes] = deque(maxlen=_TAIL_PIECES)
         started = parts.clock()
         url, headers = self._asked(run, engine), self._headers(run, half)
-        async with (
-            parts.upstream.stream(engine, url, half.body, headers) as pieces,
-            self._limited(engine) as idle,
-        ):
-            idle.wait(_ENGINE, self._deadline.first_byte_s)
-            idle_s, reports, usage_added = self._deadline.idle_s, half.reports, run.body.usage_added
-            async for piece in pieces:
-                idle.wait(_CLIENT, idle_s)
-                if run.response is None:
-                    run.elsewhere_s += parts.clock() - started
-                    headers = {**run.headers, **_STREAM_HEADERS}
-                    run.response = web.StreamResponse(headers=headers)
-                    await self._begin(run, run.response)
-                tail.append(piece)
-                shown = events_without_transfer(piece) if reports else piece
-                if usage_added:
-                    shown = without_usage(shown)
-                if shown:
-                    await run.response.write(shown)
-                idle.wait(_ENGINE, idle_s)
+        try:
+            async with (
+                parts.upstream.stream(engine, url, half.body, headers) as pieces,
+                self._limited(engine) as idle,
+            ):
+                idle.wait(_ENGINE, self._deadline.first_byte_s)
+                idle_s = self._deadline.idle_s
+                reports, usage_added = half.reports, run.body.usage_added
+                async for piece in pieces:
+                    idle.wait(_CLIENT, idle_s)
+                    if run.response is None:
+                        run.elsewhere_s += parts.clock() - started
+                        headers = {**run.headers, **_STREAM_HEADERS}
+                        run.response = web.StreamResponse(headers=headers)
+                        await self._begin(run, run.response)
+                    tail.append(piece)
+                    shown = events_without_transfer(piece) if reports else piece
+                    if usage_added:
+                        shown = without_usage(shown)
+                    if shown:
+                        await run.response.write(shown)
+                    idle.wait(_ENGINE, idle_s)
+        finally:
+            if run.response is None:  # it has failed: the next engine's first piece counts its own
+                run.elsewhere_s += parts.clock() - started
         if run.response is None:
             raise EngineError(engine, "the stream was empty")
         parts.membership.worked(engine)

@@ -115,7 +115,7 @@ class Sender:
         )
         started = self._parts.clock()
         try:
-            transfer = await self._relay.prefill(run, first, attempt)
+            transfer = await _if_understood(self._relay.prefill(run, first, attempt))
         finally:
             run.elsewhere_s += self._parts.clock() - started
         started = self._parts.clock()
@@ -131,6 +131,13 @@ class Sender:
         pair = pair._replace(decode_url=self._relay.url(chosen.decode), decode=chosen.decode)
         body = _encoded(protocol.decode(pair, transfer))
         second = Half(chosen.decode, chosen.rank, body, protocol)
+        try:
+            return await self._relay.serve_apart(run, second, attempt)
+        except EngineRefusedError as error:
+            if transfer is None or not refuses_transfer(error.body):
+                raise
+        # It cannot use what the prefill engine has answered: it is to compute the prompt itself.
+        second = second._replace(body=_encoded(protocol.decode(pair, None)))
         return await self._relay.serve_apart(run, second, attempt)
 
     async def _at_once(

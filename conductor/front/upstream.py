@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Final, Self
+from weakref import WeakSet
 
 import aiohttp
 
@@ -47,6 +48,11 @@ class EngineError(Exception):
         self.engine = engine
         self.sick = sick
         self.status = status
+
+    @property
+    def brief(self) -> str:
+        """The same without a word of the engine's answer, which may repeat the prompt."""
+        return f"engine {self.engine}: " + (f"status {self.status}" if self.status else "it failed")
 
 
 class EngineRefusedError(Exception):
@@ -137,6 +143,7 @@ class Upstream:
             deadline: deadlines for engines.
         """
         self._deadline = deadline
+        self._ends: WeakSet[asyncio.Future[None]] = WeakSet()  # of connections
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=deadline.connect_s),
@@ -198,6 +205,7 @@ class Upstream:
         """Send a request; returns an answer with a good status, body not read yet."""
         send = {"Content-Type": "application/json", **(headers or {})}
         answer = await self._session.post(url, data=body, headers=send, allow_redirects=False)
+        self._hear_of_end(answer)
         if answer.status == 200 and "Content-Encoding" not in answer.headers:
             return answer
         async with answer:
@@ -206,6 +214,34 @@ class Upstream:
             raise EngineRefusedError(engine, answer.status, raw, _content_type(answer))
         what = f"status {answer.status}: {raw[:200].decode(errors='replace')}"
         raise EngineError(engine, what, sick=answer.status not in _BUSY, status=answer.status)
+
+    def _hear_of_end(self, answer: aiohttp.ClientResponse) -> None:
+        """Let those who read an answer hear that its connection has ended.
+
+        aiohttp closes a connection with chunks that are none, and tells nobody who reads.
+        """
+
+        def tell(_: object = None) -> None:
+            if not answer.content.is_eof() and answer.content.exception() is None:
+                why = "the connection was closed in the middle of the answer"
+                answer.content.set_exception(aiohttp.ClientPayloadError(why))
+
+        def leave() -> None:
+            if ended is not None:
+                ended.remove_done_callback(tell)
+
+        connection = answer.connection
+        if connection is None or connection.protocol is None:
+            return  # the whole answer is here
+        ended = connection.protocol.closed
+        if ended is None:
+            tell()
+            return
+        if ended not in self._ends:
+            self._ends.add(ended)
+            ended.add_done_callback(_take)
+        ended.add_done_callback(tell)
+        connection.add_callback(leave)
 
     @asynccontextmanager
     async def stream(
@@ -256,6 +292,12 @@ class Upstream:
                 yield last
             if len(rest) > EVENT_BYTES_MAX:
                 raise EngineError(engine, "an event of the stream is too long")
+
+
+def _take(ended: asyncio.Future[None]) -> None:
+    """Take why a connection has ended, so that nobody misses it."""
+    if not ended.cancelled():
+        ended.exception()
 
 
 def _is_done(events: bytes) -> bool:

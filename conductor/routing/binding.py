@@ -175,6 +175,7 @@ class SecondsChooser:
         if decoders:
             rows = next(then for mine, then in choices.rows.parts if mine.start <= at < mine.stop)
             second = self._least(self._prices.decoding(first, rows, prompt), decoders)
+            self._prices.decided(priced, at, second, prompt)
         self._prices.give(first, seconds, prompt.keys)
         if second != first:
             self._prices.send(first, second, prompt)

@@ -167,7 +167,7 @@ class Dispatcher:
         for engine_id in known.held:
             self.loads.arrived(number, engine_id, now)
         if known.assign.decode in known.held:
-            self._decodes(known, known.assign.decode, now)
+            self._decodes(known, known.assign.decode, now, told=True)
 
     def ended(
         self, number: int, output_tokens: int, now: float, restored: Restored | None = None
@@ -188,12 +188,13 @@ class Dispatcher:
         self.admission.ended(number, output_tokens, now)
         self._attained.ended(number, output_tokens, now)
 
-    def _decodes(self, known: KnownRequest, engine_id: str, now: float) -> None:
+    def _decodes(self, known: KnownRequest, engine_id: str, now: float, *, told: bool) -> None:
+        """A request decodes from now on; ``told``: its first token was reported."""
         engine = self._registry.get(engine_id)
         if engine is not None:
             number, tokens = known.request.number, known.request.tokens or 0
             answer, rank = self.admission.answer(number), known.rank(engine_id)
-            self.loads.decodes(number, engine.info, tokens, now, answer, rank)
+            self.loads.decodes(number, engine.info, tokens, now, answer, rank, told=told)
             step_s = self.loads.step_s(engine.info)
             self.admission.decodes(number, tokens, step_s, now)
 
@@ -372,7 +373,8 @@ class Dispatcher:
             self._places.chosen([decode])
         self._places.unpromise(known.promised)
         self.loads.left(known.request.number, known.promised, now)
-        self._decodes(known, decode, now)
+        known.assign = replace(known.assign, decode=decode)
+        self._decodes(known, decode, now, told=False)  # its KV is on its way
         engine = self._registry.get(decode)
         if engine is not None:
             self.loads.hands_over(known.request.number, engine.info, known.missing(decode), now)

@@ -74,19 +74,21 @@ def _of(info: EngineInfo) -> tuple[Role, str]:
 
 def _kind(info: EngineInfo, kind: tuple[Role, str], count: int, loads: EngineLoads) -> EngineKind:
     costs: EngineCosts = loads.costs(info)
-    factors = tuple(costs.step_fit.factors.tolist())
+    factors = tuple(costs.step_factors.tolist())
     return EngineKind(
         role=kind[0],
         hardware=kind[1],
         line=costs.prefill_line,
-        step_s=partial(_step_s, costs.prior, factors),
+        step_s=partial(_step_s, costs.prior, factors, max(1, len(info.ranks))),
         places=info.max_running,
         room=costs.prior.kv_tokens_max or inf,
         count=count,
     )
 
 
-def _step_s(prior: CostPrior, factors: tuple[float, ...], batch: float, context: float) -> float:
-    """As ``EngineCosts.step_seconds``, by factors that do not change."""
-    terms = prior.step_terms(batch, context)
+def _step_s(
+    prior: CostPrior, factors: tuple[float, ...], ranks: int, batch: float, context: float
+) -> float:
+    """As ``EngineLoads.step_seconds``, by factors that do not change."""
+    terms = prior.step_terms(max(1.0, batch / ranks), context / ranks)
     return sum(factor * term for factor, term in zip(factors, terms, strict=True))

@@ -274,6 +274,8 @@ class EngineLoads:
         now: float,
         answer: Answer = NO_ANSWER,
         rank: int | None = None,
+        *,
+        told: bool = True,
     ) -> None:
         """A request starts to decode; its KV has arrived, or comes now, if computed elsewhere.
 
@@ -284,11 +286,12 @@ class EngineLoads:
             now: time.
             answer: what is expected of it.
             rank: data-parallel rank to which it was sent; None = the engine chooses one.
+            told: whether its first token was reported; else nothing is learned of its steps.
         """
         self._changed(info.id)
         load = self._of(info)
         bears_s = answer.bears_s(load.step_s())
-        load.decodes(number, tokens, now, bears_s=bears_s, rank=rank)
+        load.decodes(number, tokens, now, told=told, bears_s=bears_s, rank=rank)
 
     def decoded(self, number: int, engine_id: str, output_tokens: int, now: float) -> None:
         """A request has got all its tokens; learn how long a step took meanwhile."""

@@ -210,6 +210,28 @@ class Prices:
         sends_s = fixed.handoff_s + fixed.handoff_factor * moved * byte_s
         return self._decoding(decode, np.maximum(self._comes_s(decode, prompt), sends_s), prompt)
 
+    def decided(self, priced: PricedEngines, at: int, row: int, prompt: Prompt) -> None:
+        """Let the terms of one engine be those with the decode engine that was chosen after it.
+
+        Before that they are those with the best one as far as it is known without the first.
+
+        Args:
+            priced: of this prompt, in this call; changed.
+            at: position of the first engine in it.
+            row: of the decode engine.
+            prompt: the prompt.
+        """
+        costs, terms, first = self._costs.inputs, priced.terms, int(priced.rows[at])
+        moved = max(0.0, float(prompt.tokens - prompt.held[row]))
+        size = moved * costs.token_bytes[row] + self._coming_bytes[row]
+        handoff_s, factor = costs.handoff_s[row], costs.handoff_factor[row]
+        comes_s = handoff_s + factor * size / costs.network_bytes_per_s[row]
+        computed_s = terms.queue_s[at] + terms.fetch_s[at] + terms.prefill_s[at]
+        sends_s = handoff_s + max(0.0, self._leaving_s[first] - computed_s)
+        token_s = costs.token_bytes[first] / costs.network_bytes_per_s[first]
+        terms.handoff_s[at] = max(comes_s, sends_s + factor * moved * token_s)
+        terms.tbt_s[at] = costs.step_s[row]
+
     def receiving(self, seconds: Sequence[int], prompt: Prompt) -> tuple[Column, Column]:
         """The same if the engine that computed it is unknown."""
         decode = np.array(seconds, dtype=np.intp)

@@ -357,7 +357,7 @@ class Simulation:
         self.caching.computed(record.request, engine, self._batches[engine].reserved)
         if flight.prefill == flight.decode:
             flight.continued = True
-            self.desk.began(work.number, self.now, work.prefix)
+            self.desk.began(work.number, self.now)
         else:
             self.desk.prefilled(work.number, self.now, work.prefix, flight.restored)
         self._dirty = True  # the engine can get its next prompt, whoever decodes this one

@@ -30,7 +30,7 @@ class FakeEngine:
         gate: cleared, completions wait before they answer anything.
         mid_gate: cleared, streams wait after their first event.
         status: answer completions with this status instead.
-        refuses: the ``param`` of that error.
+        refuses: the ``param`` of that error; requests without this field are served.
         keyed: whether it refuses to describe itself without a key of its own.
         describes: whether it has ``GET /v1/engine``; vLLM has not.
         adapters: its LoRA adapters in ``GET /v1/models``, with their paths.
@@ -161,7 +161,8 @@ class FakeEngine:
                 assert http.transport is not None
                 http.transport.abort()
                 return web.Response()
-            if self.status != 200:
+            refused = self.refuses.partition(".")[0]
+            if self.status != 200 and (not refused or refused in body):
                 error = {"error": {"message": "as told", "type": "x", "code": "told"}}
                 if self.refuses:
                     error["error"]["param"] = self.refuses

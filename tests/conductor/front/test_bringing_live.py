@@ -13,6 +13,7 @@ from aiohttp import web
 
 from conductor.front import bringing
 from conductor.routing.bringing import Wish
+from conductor.routing.engines import LoraAdapter
 from kvstore.cluster.records import NodeRecord, write_record
 from kvstore.events.publisher import EventPublisher
 from kvstore.protocol.page import page_keys
@@ -385,3 +386,21 @@ async def test_a_prefix_that_many_ask_for_is_copied_once() -> None:
         assert (job.path, job.body["copies"]) == ("/v1/replicate", 2)
         assert job.body["key"] == bytes(KEYS[7]).hex(), "the pages that all of them have"
         assert not made.nodes["n2"].jobs
+
+
+@in_loop
+async def test_a_prefix_of_an_adapter_is_not_looked_for_among_those_of_its_model() -> None:
+    async with scene(prefetches=False, replicates=True, hot_rate=0.1) as made:
+        await made.knows("n1", 16, "CPU")
+        made.nodes["n1"].state = "done"
+        members = made.client.conductor.membership
+        for one in members._registrations.values():
+            one.adapters = {"sql": LoraAdapter("/sql", "ab")}
+        members._rejoin()
+        for model in ("sql", "m"):
+            for number in range(12):
+                status, _, _ = await made.client.complete([*PROMPT[:33], number], model=model)
+                assert status == 200
+        await eventually(lambda: made.client.conductor._bringer._counts["replicate", "done"])
+        [job] = made.nodes["n1"].jobs
+        assert job.body["key"] == bytes(KEYS[7]).hex()

@@ -170,3 +170,28 @@ async def test_nobody_waits_for_ever_for_an_engine_that_is_silent(
         assert status == 200 if silent == "tokenizer" else status in (503, 504)
         await eventually(lambda: nothing_is_held(client))
         await eventually(lambda: client.conductor.proxy.active == 0)
+
+
+@in_loop
+async def test_the_time_at_an_engine_that_fails_is_not_the_conductor_s_own() -> None:
+    silent, other = FakeEngine("a", "mixed"), FakeEngine("b", "mixed")
+    async with serving(silent, other, deadline={"first_byte_s": 0.5}) as client:
+        silent.gate.clear()
+        status, _, headers = await client.complete("x", stream=True)
+        assert status == 200
+        decision = await client.decision(headers["X-Request-Id"])
+        assert [one["prefill"] for one in decision["attempts"]] == ["a", "b"]
+        assert decision["ttft_s"] > 0.5
+        assert decision["conductor_s"] < 0.5
+
+
+@in_loop
+async def test_few_engines_are_asked_for_tokens_one_after_another() -> None:
+    """A client does not wait for the deadlines of all engines."""
+    engines = [FakeEngine(name, "mixed") for name in "abcde"]
+    async with serving(*engines, deadline={"tokenize_s": 0.1}) as client:
+        for engine in engines:
+            engine.tokenize_gate.clear()
+        status, answer, _ = await client.post("/tokenize", {"prompt": "x"})
+        assert (status, answer["error"]["code"]) == (503, "no_engine")
+        assert sum(engine.tokenized for engine in engines) == 3

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gzip
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -208,6 +209,35 @@ async def test_a_body_counts_until_its_request_has_ended() -> None:
         engine.gate.set()
         await asked
         assert bodies.total_bytes == 0
+
+
+@in_loop
+async def test_a_request_arrives_when_its_body_is_there_however_slowly_it_came() -> None:
+    """Its wait for an engine, and its time to the first token, begin then."""
+    engine = FakeEngine("e", "mixed", max_running=1)
+    async with serving(engine, queue={"wait_s": 1.0}) as client:
+        body = b'{"prompt": [1, 2]}'
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nX-Request-Id: slow\r\n"
+        head += b"Content-Length: %d\r\n\r\n" % len(body)
+        host, port = client.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(head + body[:5])
+        await eventually(lambda: client.conductor.bodies.total_bytes == 5)
+        began = time.monotonic()
+        await eventually(lambda: time.monotonic() > began + 1.1)
+        engine.gate.clear()
+        asked = asyncio.create_task(client.complete("before it"))
+        await eventually(lambda: engine.running == 1)
+        sent = time.monotonic()
+        writer.write(body[5:])
+        await eventually(lambda: len(client.conductor.queue) == 1, "it is not refused at once")
+        engine.gate.set()
+        answer = await reader.readuntil(b"\r\n\r\n")
+        assert answer.split()[1] == b"200"
+        assert (await asked)[0] == 200
+        decision = await client.decision("slow")
+        assert decision["total_s"] <= time.monotonic() - sent
+        writer.close()
 
 
 # Our own mistakes

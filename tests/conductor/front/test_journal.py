@@ -112,6 +112,28 @@ def test_a_journal_of_a_live_run_decides_the_same_again(
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
+def test_what_engines_say_of_their_failures_is_told_to_clients_and_not_written(
+    tmp_path: Path,
+) -> None:
+    """It may repeat the prompt."""
+    path = tmp_path / "journal.jsonl"
+
+    @in_loop
+    async def run() -> None:
+        [engine] = engines = [FakeEngine("a", "mixed")]
+        async with serving(*engines, decisions={"journal_file": str(path)}) as client:
+            engine.status = 500
+            status, answer, _ = await client.complete()
+            assert status == 503
+            assert "as told" in answer["error"]["message"]
+
+    run()
+    head, lines = read_journal(path)
+    assert any(isinstance(one, FailedInput) for one in lines)
+    assert "as told" not in path.read_text()
+    assert replay(head, lines) == []
+
+
 def test_another_policy_would_have_decided_otherwise(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
 

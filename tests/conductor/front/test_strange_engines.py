@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from conductor.front.upstream import SMALL_ANSWER_BYTES_MAX
+from conductor.config import DeadlineConfig
+from conductor.front.upstream import SMALL_ANSWER_BYTES_MAX, EngineError, Upstream
 from tests.conductor.fakes import OPERATE, FakeEngine, serving
 from tests.conductor.front.test_front import END, raw
 from tests.loops import eventually, in_loop
@@ -111,6 +112,42 @@ async def test_an_engine_that_answers_nonsense_costs_a_try_and_the_next_one_serv
         failed = client.conductor.registry.get("a")
         assert failed is not None
         await eventually(lambda: engine.closed == engine.asked, "no connection is kept")
+
+
+@pytest.mark.parametrize("end", [b"zz\r\n", b"5\r\nabcdefgh", b"f" * 30 + b"\r\n"])
+@in_loop
+async def test_an_answer_that_turns_to_nonsense_ends_at_once(end: bytes) -> None:
+    """Not when a deadline passes; also on a connection that has had a good answer."""
+    begun = asyncio.Event()
+    event = b"9\r\ndata: x\n\n\r\n"
+
+    async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for last in (b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n", end):
+            await reader.readuntil(END + b"{}")
+            writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked" + END + event)
+            await begun.wait()
+            begun.clear()
+            writer.write(last)
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(speak, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    upstream = Upstream(DeadlineConfig())
+
+    async def read() -> None:
+        async with asyncio.timeout(10.0), upstream.stream("e", url, b"{}", {}) as pieces:
+            async for piece in pieces:
+                if piece == b"data: x\n\n":
+                    begun.set()
+
+    try:
+        await read()
+        with pytest.raises(EngineError, match="in the middle"):
+            await read()
+    finally:
+        await upstream.close()
+        server.close()
 
 
 @in_loop

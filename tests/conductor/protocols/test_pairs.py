@@ -254,3 +254,34 @@ async def test_transfer_parameters_that_are_null_are_none_of_a_client_nor_of_an_
         assert (await client.complete(kv_transfer_params=None))[0] == 200
         assert p.requests[0]["kv_transfer_params"] == {"do_remote_decode": True}
         assert "kv_transfer_params" not in d.requests[0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@in_loop
+async def test_a_decode_engine_that_refuses_what_the_other_answers_computes_the_prompt(
+    stream: bool,
+) -> None:
+    """The client has not sent the parameters, so their refusal is not for it."""
+    p, d = FakeEngine("p", "prefill"), FakeEngine("d", "decode")
+    d.status, d.refuses = 400, "kv_transfer_params.prompt_tokens"
+    async with serving(p, d) as client:
+        status, _, headers = await client.complete(stream=stream)
+        assert status == 200
+        first, second = d.requests
+        assert "kv_transfer_params" in first
+        assert "kv_transfer_params" not in second
+        assert len(p.requests) == 1
+        [attempt] = (await client.decision(headers["X-Request-Id"]))["attempts"]
+        assert attempt["outcome"] == "ok"
+
+
+@in_loop
+async def test_a_prefill_engine_that_refuses_to_hand_over_is_not_asked_again() -> None:
+    p, p2, d = FakeEngine("p", "prefill"), FakeEngine("p2", "prefill"), FakeEngine("d", "decode")
+    p.status, p.refuses = 400, "kv_transfer_params"
+    async with serving(p, p2, d) as client:
+        status, _, headers = await client.complete()
+        assert status == 200
+        attempts = (await client.decision(headers["X-Request-Id"]))["attempts"]
+        assert [one["prefill"] for one in attempts] == ["p", "p2"]
+        assert "refuses the handoff" in attempts[0]["outcome"]

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conductor.costs.book import CostBook
-from conductor.routing.engines import EngineInfo, Role
+from conductor.routing.engines import EngineInfo, EngineRegistry, Role
+from conductor.routing.fleet import kinds_of
 from conductor.routing.joining import RankEvents
 from conductor.routing.load import EngineLoads
 from conductor.routing.others import USUAL_TOKENS
@@ -114,3 +115,16 @@ def test_one_prompt_after_another_is_learned_by_itself() -> None:
     loads.columns([one], 1.0)
 
     assert loads.costs(one).prefill_fit.count == 2
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_advice_and_lending_think_of_steps_as_decisions_do(ranks: int) -> None:
+    """Also where a lasting bias corrects them, and where ranks share the requests."""
+    registry, loads, one = EngineRegistry(), EngineLoads(CostBook()), engine(ranks)
+    registry.register(one, 0.0)
+    for _ in range(20):
+        loads.costs(one).step_bias.observe(1.0, 1.4)
+    [kind] = kinds_of(registry, loads)
+
+    assert loads.costs(one).step_bias.factor > 1.5
+    assert kind.step_s(32.0, 64_000.0) == pytest.approx(loads.step_seconds("e", 32.0, 64_000.0))

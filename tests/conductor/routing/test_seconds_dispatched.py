@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conductor.costs.book import CostBook, EngineCosts, Machine
-from conductor.routing.choices import Assign
+from conductor.routing.choices import Assign, Continue
 from conductor.routing.columns import Prefix
 from conductor.routing.dispatcher import Dispatcher
 from conductor.routing.engines import EngineInfo, EngineRegistry, Role
@@ -118,6 +118,68 @@ def test_a_request_that_is_said_to_decode_twice_counts_once() -> None:
     assert room() == empty - 8192
     desk.left(1, 2.0)
     assert room() == empty
+
+
+def test_the_terms_of_a_pair_are_those_with_the_decode_engine_that_was_chosen() -> None:
+    """The links of d1 are full, so d0 looks better, but the slow link of p has less to send to d1.
+
+    What is shown, and the first token that is predicted, is of the latter.
+    """
+    registry = EngineRegistry()
+    slow = msgspec.structs.replace(info("p", "prefill"), hardware="4xl40s")
+    for one in (slow, info("d0", "decode"), info("d1", "decode")):
+        registry.register(one, 0.0)
+    desk = dispatcher(registry, "earliest-first-token")
+    for number in range(100, 103):
+        desk.loads.hands_over(number, info("d1", "decode"), 60_000, 0.0)
+        desk.loads.decodes(number, info("d1", "decode"), 100, 0.0)
+    desk.arrive(Request(number=1, model="m", arrived=0.0, tokens=16_384))
+    step_s = desk.loads.step_s(info("d1", "decode"))
+    desk.due(0.0)
+    desk.learn(1, {"d1": Prefix(local=12_000, usable=12_000)})
+    [assign] = desk.step(0.0)
+
+    assert isinstance(assign, Assign)
+    assert (assign.prefill, assign.decode) == ("p", "d1")
+    [first] = [one for one in assign.candidates if one.engine == "p"]
+    arrives_s = PRIOR.kv_bytes(4_384 + 3 * 60_000) / PRIOR.network.bytes_per_s
+    assert first.handoff_s == pytest.approx(PRIOR.handoff_s + arrives_s, abs=1e-5)
+    assert first.tbt_s == pytest.approx(step_s, abs=1e-6)
+    terms = (first.queue_s, first.fetch_s, first.prefill_s, first.handoff_s)
+    assert assign.ttft_s == pytest.approx(sum(one or 0.0 for one in terms), abs=1e-5)
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_steps_are_learned_from_the_first_token_on_wherever_a_request_decodes(
+    streamed: bool, elsewhere: bool
+) -> None:
+    """Not from the handoff on; of an answer that is not streamed its first token is unknown."""
+    registry = EngineRegistry()
+    for name, role in (("p", "prefill"), ("d0", "decode"), ("d1", "decode")):
+        registry.register(info(name, role), 0.0)
+    desk = dispatcher(registry, "earliest-first-token")
+    desk.arrive(Request(number=1, model="m", arrived=0.0, tokens=8192))
+    [assign] = decided(desk, 0.0)
+    assert isinstance(assign, Assign)
+    if elsewhere:
+        registry.remove(assign.decode)
+        desk.forget(assign.decode)
+    desk.prefilled(1, 1.0)
+    [then] = desk.step(1.0)
+    assert isinstance(then, Continue)
+    assert (then.decode != assign.decode) == elsewhere
+    decoder = registry.get(then.decode)
+    assert decoder is not None
+    costs = desk.loads.costs(decoder.info)
+    step_s = costs.step_seconds(1.0, 8192.0)
+    if streamed:
+        desk.began(1, 3.0)
+    desk.ended(1, 11, 3.0 + 10 * step_s)
+    desk.check()
+
+    assert costs.step_fit.count == streamed
+    assert costs.step_bias.factor == pytest.approx(1.0)
 
 
 def test_kv_leaves_an_engine_one_prompt_after_the_other() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from conductor.routing.journal import JournalHead, Stepped
+from conductor.routing.journal import BeganInput, JournalHead, Stepped
 from conductor.routing.policy import POLICIES
 from conductor.service import main
 from conductor.simulator.goodput import highest_speed, highest_up_to
@@ -266,6 +266,16 @@ def test_a_made_up_load_is_the_same_each_time_and_is_served(load: str):
 
 
 # Journals
+
+
+def test_the_dispatcher_hears_no_more_of_first_tokens_than_a_live_one():
+    """A stream tells at its end, not at its begin, what its engine had of the prompt."""
+    done = simulated(made_up("sessions", 40), fleet(mixed=2), journal=True)
+    began = [line for line in done.journal if isinstance(line, BeganInput)]
+
+    assert any(one.hit_tokens for one in done.records)
+    assert len(began) == sum(one.outcome == "ok" for one in done.records)
+    assert all(line.hit_tokens is None for line in began)
 
 
 def test_a_journal_in_a_file_is_the_same_journal(tmp_path: Path):
