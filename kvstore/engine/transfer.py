@@ -76,9 +76,9 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def as_parameters(self) -> dict[str, Any]:
         """Convert to plain values for an answer."""
-        told = msgspec.to_builtins(self)
-        assert isinstance(told, dict)
-        return told
+        parameters = msgspec.to_builtins(self)
+        assert isinstance(parameters, dict)
+        return parameters
 
 
 NOTHING: Final = Transfer()

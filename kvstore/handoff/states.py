@@ -42,8 +42,8 @@ def agreed(states: list[State], reduce: Reduce | None) -> list[State]:
     """The states of requests, given those of this rank; ``reduce`` asks the other ranks."""
     if reduce is None:
         return states
-    told = reduce([int(state) for state in states])
-    return [least(pair) for pair in zip(states, told, strict=True)]
+    reduced = reduce([int(state) for state in states])
+    return [least(pair) for pair in zip(states, reduced, strict=True)]
 
 
 class HandoffSide(StrEnum):

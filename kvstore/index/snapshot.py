@@ -359,8 +359,8 @@ def _end(payload: bytes) -> SnapshotEnd:
 
 
 def _refusal(payload: bytes) -> SnapshotError:
-    told = _read(_REFUSED, payload)
-    return SnapshotError(told.code, told.message, told.retry_s)
+    refusal = _read(_REFUSED, payload)
+    return SnapshotError(refusal.code, refusal.message, refusal.retry_s)
 
 
 def _read(decoder: "msgspec.msgpack.Decoder[T]", payload: bytes) -> T:

@@ -161,9 +161,9 @@ class Loans:
         try:
             for transport in self.transports:
                 transport.grant(loan.ticket, ranges, deadline_ns)
-                endpoint, told = transport.endpoint, transport.addresses(ranges)
-                if endpoint and told:
-                    loan.places[transport.name] = endpoint, told
+                endpoint, addresses = transport.endpoint, transport.addresses(ranges)
+                if endpoint and addresses:
+                    loan.places[transport.name] = endpoint, addresses
         except KVStoreError:
             for transport in self.transports:
                 transport.revoke(loan.ticket)

@@ -453,8 +453,8 @@ def _shard_number(space: PrefixTree, spec: ShardSpec, page_bytes: int) -> int:
 
 def _merge(spec: ShardSpec, known: dict[str, tuple[int, int]]) -> tuple[int, int]:
     """(window_pages, head_dim) of the group of ``spec``; head_dim 0 = none of its shards tells."""
-    _, told = known.get(spec.group, (0, 0))
-    return spec.window_pages, told or getattr(spec.layout, "head_dim", 0)
+    _, head_dim = known.get(spec.group, (0, 0))
+    return spec.window_pages, head_dim or getattr(spec.layout, "head_dim", 0)
 
 
 def _refuse_contradiction(spec: ShardSpec, known: dict[str, tuple[int, int]]) -> None:
