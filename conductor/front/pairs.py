@@ -65,22 +65,22 @@ class PairTasks:
         prefills = asyncio.create_task(prefill, name=_PREFILL)
         serves = asyncio.create_task(serve)
         prefills.add_done_callback(lambda _: place.give_back())
-        told = False
+        awaited = False
         try:
             await asyncio.wait({prefills, serves}, return_when=asyncio.FIRST_COMPLETED)
             if not serves.done() and not has_begun():
-                told = True
+                awaited = True
                 await prefills
             response = await serves
         except BaseException:
             for task in (prefills, serves):
                 task.cancel()
             await asyncio.gather(prefills, serves, return_exceptions=True)
-            if not told:
+            if not awaited:
                 self._note(prefills)
             raise
         if prefills.done():
-            if not told:
+            if not awaited:
                 self._note(prefills)
         else:
             late = asyncio.create_task(self._wait(prefills, engine))

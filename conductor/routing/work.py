@@ -21,7 +21,7 @@ class DecodingRequest:
         batch_s: requests that decoded at the engine's slowest rank, multiplied by seconds, up to
             then.
         context_s: their tokens likewise.
-        told: whether we have heard that it began.
+        is_reported: whether the engine has reported that it began.
         bears_s: seconds of prompts after which it is late; 0 = none makes it so.
         stalled_s: seconds for which the engine had computed prompts then.
         rank: data-parallel rank to which it was sent; None = the engine chooses one, or has no
@@ -32,7 +32,7 @@ class DecodingRequest:
     since: float
     batch_s: float
     context_s: float
-    told: bool
+    is_reported: bool
     bears_s: float
     stalled_s: float
     rank: int | None = None
@@ -61,7 +61,7 @@ class ComputingPrompt:
         fetch_s: of these, until the fetch has ended, during which nothing else is computed there.
         got_at: when the engine got it, and began to fetch.
         since: the same; of a late one, since when it is thought to be computed.
-        told: whether we hear of its first token.
+        is_reported: whether the engine reports its first token.
     """
 
     new_tokens: int
@@ -70,12 +70,12 @@ class ComputingPrompt:
     fetch_s: float
     got_at: float
     since: float
-    told: bool = True
+    is_reported: bool = True
 
     @property
     def counts_s(self) -> float:
         """Seconds after which it counts as computed, whatever we have heard."""
-        return self.seconds + (max(_LATE_S, self.seconds) if self.told else 0.0)
+        return self.seconds + (max(_LATE_S, self.seconds) if self.is_reported else 0.0)
 
 
 class Answer(NamedTuple):
