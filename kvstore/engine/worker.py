@@ -161,7 +161,7 @@ class _Storing:
             job.done for job, _ in self.alone
         )
 
-    def outcomes(self) -> list[tuple[PutResult | KVStoreError, int]]:
+    def shard_results(self) -> list[tuple[PutResult | KVStoreError, int]]:
         """For each shard its result, and bytes of its page."""
         found: list[tuple[PutResult | KVStoreError, int]] = []
         if self.together is not None:
@@ -393,7 +393,7 @@ class WorkerSide:
     def _stored(self, storing: _Storing) -> int:
         """Number of pages that are in the store now; updates the counts."""
         pages = 0
-        for result, size in storing.outcomes():
+        for result, size in storing.shard_results():
             if isinstance(result, KVStoreError):
                 self.counts.add("store_failures")
                 self._note("store", result)
