@@ -147,7 +147,7 @@ class Space:
             keys: one key for each page.
             pages: C-contiguous buffers of ``page_bytes[shard]`` bytes each. They are copied; the
                 caller must not change them until this returns, and may reuse them after that.
-            shard: the shard of all these pages.
+            shard: index of the shard to which all pages belong.
             ttl_s: the pages expire after this many seconds; 0 = never. Such pages are never
                 written to an SSD.
             read_once: the pages are dropped after their first read and are never written to an SSD.
@@ -200,7 +200,7 @@ class Space:
         Args:
             keys: the pages, stored before.
             replicas: number of nodes that should have them, this node included: 1 to 16.
-            shard: the shard of these pages.
+            shard: index of the shard to which the pages belong.
 
         Raises:
             TooFewCopies: fewer nodes have them; ``copies`` says how many. Retryable.
@@ -242,7 +242,7 @@ class Space:
 
         Args:
             keys: the pages, stored before.
-            shard: the shard of these pages.
+            shard: index of the shard to which the pages belong.
 
         Raises:
             CapacityError: some pages are not stored, or the disk has no room now. Retryable.
@@ -463,7 +463,7 @@ class Space:
             blocks: block numbers, integers of any shape, in page order:
                 ``pool.blocks_per_page(page_bytes[shard])`` for each key.
             keys: one key for each page.
-            shard: the shard of these pages.
+            shard: index of the shard to which the pages belong.
             ttl_s: see :meth:`put`.
             read_once: see :meth:`put`.
             no_store: see :meth:`put`.

@@ -21,7 +21,7 @@ class Chain:
         """Hash new pages.
 
         Args:
-            tokens: all tokens of the request; those of earlier calls come first, unchanged.
+            tokens: all tokens of the request; the tokens of earlier calls come first, unchanged.
 
         Returns:
             Keys of all full pages.

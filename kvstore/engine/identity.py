@@ -28,10 +28,10 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         index: its index in the engine's block tables.
-        layers: number of its layers, those of all pipeline stages together.
+        layers: number of the group's layers, over all pipeline stages.
         block_tokens: tokens per block.
         block_bytes: bytes of one block of one layer on one rank.
-        kv_heads: KV heads of the model, those of all ranks together; 1 for latents (MLA).
+        kv_heads: KV heads of the model, over all ranks; 1 for latents (MLA).
         window_tokens: sliding window; 0 = all tokens before are needed.
         state: a block has no KV of its tokens, but one state (Mamba, linear attention) after its
             last token, or after fewer if the engine has not got there; a page is one block, and a
@@ -137,10 +137,10 @@ def cover(facts: EngineFacts, rank: int, group: int, stage: int = 0) -> list[Cov
     """The shards that a rank holds of a group, in the order of its heads.
 
     Args:
-        facts: of the engine.
-        rank: among those of tensor parallelism.
-        group: index in ``facts.groups``.
-        stage: of the pipeline.
+        facts: facts of the engine.
+        rank: rank in the tensor-parallel group, from 0.
+        group: index of the KV cache group in ``facts.groups``.
+        stage: pipeline stage of the rank, from 0.
     """
     counts = [len(facts.split(one).groups()) for one in facts.groups]
     first = stage * sum(counts) + sum(counts[:group])

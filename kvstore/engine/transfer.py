@@ -22,7 +22,7 @@ class HandoffReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
             had no place for it); None = it did not.
         seconds: duration of each state, by its name in lower case.
         bytes: KV and aux data that were sent, or that arrived and were verified.
-        fake: no KV was moved, so the tokens of the answer are not those of the prompt.
+        fake: no KV was moved, so the answer does not follow from the prompt.
     """
 
     way: str

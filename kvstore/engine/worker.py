@@ -55,7 +55,7 @@ class GroupMemory(NamedTuple):
     """One KV group in this worker.
 
     Attributes:
-        shards: those that this rank holds; together they are its blocks.
+        shards: the group's shards that this rank holds; together they fill its blocks.
         page_tokens: tokens per page.
         block_tokens: tokens per block.
     """
@@ -107,7 +107,7 @@ class StepOutcome(NamedTuple):
 
     Attributes:
         received: requests whose loads have ended, successfully or not.
-        failed: those of them that must be computed from the start.
+        failed: received requests that must be computed from the start.
         invalid_blocks: target blocks of loads that contain nothing valid.
         report: report for the scheduler side.
     """
@@ -145,7 +145,7 @@ class _Storing:
 
     Attributes:
         together: the extract of shards that have requests in common; None = there is none.
-        sizes: bytes of a page of each of them.
+        sizes: bytes of a page of each shard of ``together``, in the same order.
         alone: the extract of each other shard, and bytes of its page.
     """
 
