@@ -43,7 +43,7 @@ class NodeLink(Protocol):
         """Send a request and wait for its answer.
 
         Args:
-            message: its ``id`` is set here.
+            message: the request; this method sets its ``id``.
             timeout_s: maximum wait.
             epoch: the connection that it is for; on another one it is not sent.
 

@@ -88,10 +88,9 @@ class Space:
         are pending.
 
         Args:
-            keys: from the start of the chain.
+            keys: prefix keys from the start of the chain.
             shards: indexes of the shards that must have a page; None = all.
-            wait_s: how long to wait, in seconds, while more of the prefix is being written; at
-                most 60.
+            wait_s: maximum seconds to wait while more of the prefix is being written; at most 60.
             holder: name of a node (:attr:`KVStore.node_name`) that has pages of this prefix, as far
                 as the caller knows. It saves this node a query to the directory. A wrong name is
                 harmless: pages that the other node does not have are misses.
@@ -273,10 +272,10 @@ class Space:
         is away, nothing is kept.
 
         Args:
-            keys: from the start of the chain; pages that are not stored yet, and all after them,
-                are not kept.
+            keys: prefix keys from the start of the chain; pages that are not stored yet, and all
+                after them, are not kept.
             name: name of the conversation, 1 to 256 characters.
-            ttl_s: how long to keep the pages from now on, in seconds: more than 0 and at most ten
+            ttl_s: seconds for which to keep the pages from now on: more than 0 and at most ten
                 years. The node limits it to ``admin.conversations_s_max``, by default a day.
             bytes_max: maximum bytes of the conversation in all shards; 0 = no limit of its own.
 

@@ -102,7 +102,7 @@ def chain_of(
     """The chain of a request that has no keys yet.
 
     Args:
-        setup: of its engine.
+        setup: setup of the request's engine.
         names: what identifies the KV of its prompt besides the tokens.
         epoch: (kind, value) pairs of the engine's weights, if they have changed.
     """

@@ -169,9 +169,10 @@ def offer_of(
         computed: leading tokens that the engine has.
         page_tokens: tokens per page.
         page_bytes: bytes of a page on all ranks.
-        backlog: from :meth:`PromptsAhead.beside`.
+        backlog: tokens of the backlog and mean tokens before them, from
+            :meth:`PromptsAhead.beside`.
         divisible: see :class:`HitOffer`.
-        promised: the same.
+        promised: see :class:`HitOffer`.
     """
     first = computed // page_tokens
     here = max(0, hit.pages - first)

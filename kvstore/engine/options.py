@@ -44,8 +44,8 @@ class Retain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     Attributes:
         seconds: 0 = only as long as the eviction policy does.
-        bytes: what one conversation may take on the node, on all ranks together; 0 = no limit of
-            its own.
+        bytes: maximum bytes that one conversation may take on the node, on all ranks together; 0 =
+            no limit of its own.
     """
 
     seconds: Annotated[float, msgspec.Meta(ge=0, le=366 * 86_400)] = 0.0
@@ -76,8 +76,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             before each layer for that layer's KV.
         store_output: also store pages with output tokens.
         retain: keeps the pages of requests with a session id (a conversation) for a time.
-        device_slab_bytes: memory of each worker for copies of pages it has loaded, so that the next
-            load of them does not use the node; 0 = none.
+        device_slab_bytes: bytes of each worker's memory for copies of pages it has loaded, so that
+            the next load of these pages does not use the node; 0 = none.
     """
 
     address: str = ADDRESS

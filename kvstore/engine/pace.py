@@ -34,7 +34,7 @@ class Pace:
 
         Args:
             tokens: number of computed tokens.
-            seconds: its duration.
+            seconds: duration of the step in seconds.
             pairs: the number of tokens before each of its tokens, added up.
 
         Returns:

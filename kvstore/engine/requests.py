@@ -93,7 +93,7 @@ class Setup(NamedTuple):
     """The properties of an engine.
 
     Attributes:
-        engine: its name, as in ``EngineFacts.engine``.
+        engine: name of the engine, as in ``EngineFacts.engine``.
         groups: the KV groups that are stored.
         page_tokens: tokens per page.
         hash_tokens: tokens per block that the engine hashes.

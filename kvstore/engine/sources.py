@@ -50,7 +50,7 @@ def target_blocks(
         setup: setup of the engine.
         place: index of the group in ``setup.groups``.
         blocks: the request's block table, by the engine's group index.
-        computed: its leading tokens whose KV are there.
+        computed: leading tokens of the request whose KV is there.
         first: index of the first page in the request's chain.
         end: index after the last one.
     """

@@ -49,7 +49,7 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         tail_key: hex key of the prompt's unfilled last page; None if it is not stored.
         tail_tokens: tokens in it, 0..page_tokens-1.
         seed: seed of the sampling; None if greedy.
-        handoff: of a push: how it went at the engine that answers.
+        handoff: report of a push: how it went at the engine that answers.
     """
 
     do_remote_decode: bool = False

@@ -35,8 +35,8 @@ class ShardMemory(NamedTuple):
     """One shard of a KV group in this worker: some heads, or all, of each block.
 
     Attributes:
-        pool: its memory.
-        shard: its index in the space's shards.
+        pool: memory of the shard.
+        shard: index of the shard in the space's shards.
         held: the rank's turn to write pages; None = it writes all.
     """
 
@@ -76,13 +76,13 @@ def memory_of(
     """The shards of a KV group in a worker.
 
     Args:
-        facts: of the engine.
+        facts: facts of the engine.
         page_tokens: tokens per page.
         pool: the group's blocks. If the rank holds several shards of it, a plane has the blocks of
             a layer, and a block has one head behind the other.
         place: index of the group in ``facts.groups``.
-        rank: of the worker in tensor parallelism.
-        stage: of the worker in the pipeline.
+        rank: tensor-parallel rank of the worker.
+        stage: pipeline stage of the worker.
 
     Raises:
         InvalidArgument: the blocks of the pool are not made of so many heads.
