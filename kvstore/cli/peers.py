@@ -33,8 +33,8 @@ def peer_checks(
     Args:
         config: of the node; None = only what the running node knows is told.
         stats: statistics of the node, if it runs; None = no node answers.
-        settings: those that the running node tells, for its stores; None = it does not tell them.
-            Used without a configuration only.
+        settings: settings that the running node reports, for its stores; None = it does not report
+            them. Used without a configuration only.
     """
     reported: dict[str, NodeRow] = {}
     if stats is not None:

@@ -89,7 +89,7 @@ class AskedDirectory:
             shards: the shards.
             key: its key.
             found: called once, at once or within :data:`ANSWER_S`: node → positions in ``shards``
-                of those that it has.
+                of the shards that it has.
         """
         held: dict[str, list[int]] = {}
         left = len(shards)

@@ -132,7 +132,7 @@ class PeersDirectory:
             identity: its space.
             shards: the shards.
             key: its key.
-            found: called once, at once: node → positions in ``shards`` of those that it has.
+            found: called once, at once: node → positions in ``shards`` of the shards that it has.
         """
         held: dict[str, list[int]] = {}
         for at, shard in enumerate(shards):

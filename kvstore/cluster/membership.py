@@ -49,7 +49,7 @@ def used_nodes(
     Args:
         nodes: of the membership.
         own: name of the node.
-        known: names of those that it used before.
+        known: names of the nodes that it used before.
     """
     used = known_first(nodes, own, known)[: STORE_NODES_MAX - 1]
     return {name: nodes[name] for name in (*used, *([own] if own in nodes else []))}

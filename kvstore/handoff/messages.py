@@ -56,7 +56,7 @@ class Announce(msgspec.Struct, frozen=True, array_like=True, tag=3):
         room: of the request.
         token_count: tokens of the request; prefill must have the same number.
         first_token: KV of tokens before it is not needed.
-        blocks: block of each position from that of ``first_token`` on, 4 bytes each.
+        blocks: block of each position from the position of ``first_token`` on, 4 bytes each.
         aux_slot: slot of the aux data.
         place: where another transport may write the KV; None = all comes over this link.
         states: blocks in each state buffer, 4 bytes each; empty if the link moves no state data.

@@ -34,7 +34,7 @@ def peer_ranks(
 
     Args:
         records: of the registry.
-        group: all ranks of decode, and which of them this is.
+        group: all ranks of decode, and the number of this rank.
         shape: of the pool of this rank.
         transport: in addition to TCP, a transport through which this rank can be written to; empty
             = none.

@@ -123,7 +123,7 @@ class Receivers:
         Args:
             room: one that was opened.
             first_token: KV of tokens before it is not needed.
-            blocks: block of each position from that of ``first_token`` on.
+            blocks: block of each position from the position of ``first_token`` on.
             now_ns: the time.
             states: blocks in each state buffer, by its name.
             after: fences of a device, before which the blocks are not written.

@@ -48,7 +48,7 @@ class StateShape:
         block_bytes: bytes of one block in one plane; 0 = nothing is moved.
         block_count: blocks of the buffer.
         last: of kind ``last``, how many positions at the end of the prompt; otherwise 0.
-        first_plane: number of the first plane among those of all ranks.
+        first_plane: number of the rank's first plane among the planes of all ranks.
         is_alike: ranks that have the same planes have the same bytes in them.
     """
 

@@ -99,7 +99,7 @@ class HandoffFailure(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         code: one of :class:`FailureCode`, or a code of a later version.
         side: the side that noticed it.
-        rank: rank of that side.
+        rank: rank, of the side that noticed it.
         layer: the part that failed.
         message: for the log; at most 200 characters.
     """

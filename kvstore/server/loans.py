@@ -51,7 +51,7 @@ class LentPages:
         identity: the space.
         shard: the shard.
         keys: packed keys of the pages.
-        digests: 16 bytes for each of them.
+        digests: digests of the pages, 16 bytes each.
         addresses: extent, generation and offset of each.
     """
 

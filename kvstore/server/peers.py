@@ -55,7 +55,7 @@ class PeerService:
     Args:
         listen: ``host:port``; port 0 = any.
         local: this node, as it introduces itself.
-        knows: whether the cluster has a node of that name.
+        knows: whether the cluster has a node of the given name.
         desk: the desk of this node.
         loans: lends pages.
         serve_events: owns the connection of a follower until it returns; it may be cancelled.

@@ -34,7 +34,7 @@ class _Engine:
         since_ns: when it was first seen.
         pids: process ids of its processes, as far as they are visible here.
         opened: number of spaces it had opened.
-        spaces: labels of the first of them, at most :data:`SPACES_SHOWN`.
+        spaces: labels of the session's first spaces, at most :data:`SPACES_SHOWN`.
     """
 
     session: Session

@@ -53,7 +53,7 @@ class PageTransfer:
     """Read pages of one size from a peer, or write them to it.
 
     Attributes:
-        number: chosen by the caller; not that of another unsettled transfer.
+        number: number chosen by the caller; no other unsettled transfer has it.
         endpoint: of the peer's transport, as reported by it.
         ticket: 16 bytes that the peer granted.
         remote: place of each page in the peer's memory, 1 to 65,536, all of one length.
