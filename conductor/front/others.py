@@ -41,7 +41,7 @@ def requests_in(text: bytes) -> tuple[float, float] | None:
     """How many requests an engine runs, and how many wait there; None if it does not tell.
 
     Args:
-        text: its metrics; those of several data-parallel ranks are added.
+        text: metrics of the engine; the numbers of several data-parallel ranks are added.
     """
     found = [pattern.findall(text) for pattern in _SUMS]
     if not all(found):

@@ -31,7 +31,7 @@ class PairTasks:
 
     Args:
         metrics: counts failures.
-        membership: is told of them.
+        membership: is told of failures.
         end_s: deadline for a prefill engine after the decode engine's answer has ended.
     """
 
@@ -53,9 +53,9 @@ class PairTasks:
 
         Args:
             engine: id of the prefill engine.
-            place: the place there; given back when the request there has ended.
-            prefill: this request.
-            serve: the request to the decode engine.
+            place: place at the prefill engine; given back when the request there has ended.
+            prefill: request to the prefill engine.
+            serve: request to the decode engine.
             has_begun: whether the client has the first byte.
 
         Raises:

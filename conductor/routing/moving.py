@@ -90,10 +90,11 @@ class _Handoff(NamedTuple):
     """A handoff in flight.
 
     Attributes:
-        tokens: that the decode engine did not have.
-        since: when it began.
-        transfer_s: that the slower of both links takes by its datasheet, if it has nothing else.
-        links: those that it uses, and ``alone_s`` of each when it began.
+        tokens: tokens of the prompt that the decode engine did not have.
+        since: time at which the handoff began.
+        transfer_s: seconds that the slower of both links takes by its datasheet, if it does nothing
+            else.
+        links: links that the handoff uses, and ``alone_s`` of each when it began.
     """
 
     tokens: int

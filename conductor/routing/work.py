@@ -16,8 +16,8 @@ class DecodingRequest:
     """A request that decodes.
 
     Attributes:
-        tokens: of its prompt.
-        since: when that began.
+        tokens: tokens of the request's prompt.
+        since: time at which it began to decode.
         batch_s: requests that decoded at the engine's slowest rank, multiplied by seconds, up to
             then.
         context_s: their tokens likewise.
@@ -42,8 +42,8 @@ class ComingPrompt(NamedTuple):
     """A prompt that is computed elsewhere and decodes at an engine.
 
     Attributes:
-        tokens: of the prompt.
-        moved: of these, those that the engine does not have.
+        tokens: tokens of the prompt.
+        moved: number of these tokens that the engine does not have.
     """
 
     tokens: int
@@ -55,12 +55,12 @@ class ComputingPrompt:
     """A prompt that an engine has.
 
     Attributes:
-        new_tokens: that are computed.
-        prefix_tokens: before them.
-        seconds: that this is thought to take, with the fetch.
-        fetch_s: of these, until the fetch has ended, during which nothing else is computed there.
-        got_at: when the engine got it, and began to fetch.
-        since: the same; of a late one, since when it is thought to be computed.
+        new_tokens: tokens that the engine computes.
+        prefix_tokens: tokens of the prompt before these.
+        seconds: seconds that the prompt is expected to take, with the fetch.
+        fetch_s: seconds until the fetch has ended, during which nothing else is computed there.
+        got_at: time at which the engine got the prompt, and began to fetch.
+        since: the same time; of a late prompt, the time since which it is expected to be computed.
         is_reported: whether the engine reports its first token.
     """
 
@@ -82,8 +82,8 @@ class Answer(NamedTuple):
     """What is expected of an answer.
 
     Attributes:
-        tokens: that it has; 0 = nobody waits for one after the other.
-        tbt_s: maximum seconds between two of them, as the mean of the longest tenth.
+        tokens: tokens of the answer; 0 = nobody waits for one after the other.
+        tbt_s: maximum seconds between two tokens, as the mean of the longest tenth.
     """
 
     tokens: float
