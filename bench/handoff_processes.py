@@ -111,7 +111,7 @@ def decode_process(program: Callable[..., None], *arguments: object) -> Iterator
 
     Args:
         program: a function of a module; it ends when it receives None.
-        arguments: those of ``program`` after its end of the pipe.
+        arguments: arguments of ``program`` after its end of the pipe.
     """
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()

@@ -168,7 +168,7 @@ class LoneNode:
     Attributes:
         desk: where engines are connected.
         pages_max: small pages that its memory holds.
-        extent_bytes: of that memory's pieces.
+        extent_bytes: bytes of an extent of its memory.
         turn: takes a turn.
         publish: where events go; to nobody, at first.
     """

@@ -106,7 +106,7 @@ class PeersDirectory:
         Args:
             at: number of pages looked up already.
             asked: the query.
-            before: the nodes that have at least one of these, and how many.
+            before: nodes that have at least one of these pages, and how many.
             found: see :meth:`locate`.
         """
         end = at + TURN_KEYS

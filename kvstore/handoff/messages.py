@@ -39,9 +39,9 @@ class LandingPlace(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         transport: its name.
         endpoint: ``host:port`` of the engine.
-        planes: of each plane that the link moves, an address in the engine's process, 8 bytes each:
-            where block 0 of the pool is. If the link moves only some heads, where those of the
-            first announced position belong, and behind them those of the next positions.
+        planes: for each plane that the link moves, an address in the engine's process, 8 bytes
+            each: where block 0 of the pool is. If the link moves only some heads, where the heads
+            of the first announced position belong; the next positions follow.
     """
 
     transport: str
