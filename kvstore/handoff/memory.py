@@ -38,7 +38,7 @@ class HandoffPool:
         generations: one number for each block, shape (block_count,); the engine adds 1 to it
             before it gives the block to another request. None = it has none: then a block that is
             reused too early is detected only if its bytes change while they are sent.
-        group: all ranks of the engine, and the number of the rank with this pool, so which layers and
+        group: all ranks of the engine, and the number of the rank with this pool, so its layers and
             heads it has. A block has one row per token, and in a row head after head. None = there
             is one rank, here and at the engines that it exchanges KV with.
         states: memory of a request's other data, in the same order at both sides.
