@@ -48,11 +48,12 @@ class Decided(NamedTuple):
 
     Attributes:
         known: with the prompt's keys at hand.
-        known_cpu: likewise, CPU time.
+        known_cpu: CPU time of these decisions.
         of_tokens: hashing included.
-        of_tokens_cpu: likewise, CPU time.
-        peer: those of another program by ``hashes`` and from ``tokens``; none if it was not asked.
-        blocks_per_s: that were written meanwhile.
+        of_tokens_cpu: CPU time of these decisions.
+        peer: decisions of another program by ``hashes`` and from ``tokens``; none if it was not
+            asked.
+        blocks_per_s: blocks a second that were written meanwhile.
         held: decisions that chose no pair.
     """
 

@@ -135,8 +135,8 @@ def _introduce(cluster: Cluster, console: Console) -> None:
                 f"{node.name} found {name} in {found} at {peer['endpoint']}; they have a session,"
                 f" pages go over {peer['transport']}"
             )
-    told = {"peers": "each follows the other's events", "redis": "each announces them in Redis"}
-    console.print(f"which pages a node has: {told[options.directory]}")
+    ways = {"peers": "each follows the other's events", "redis": "each announces them in Redis"}
+    console.print(f"which pages a node has: {ways[options.directory]}")
 
 
 def _fetched(node: NodeAt, console: Console) -> dict[str, int]:

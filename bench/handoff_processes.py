@@ -97,8 +97,8 @@ def pushing(*, permuted: bool, certificates: CertificateFiles | None = None) -> 
     pool, _memory = new_pool()
     prefill = PrefillManager(pool, SPACE, secret, registry=registry.url, certificates=certificates)
     try:
-        told = (registry.url, secret, permuted, certificates)
-        with decode_process(_decode, *told) as pipe:
+        arguments = (registry.url, secret, permuted, certificates)
+        with decode_process(_decode, *arguments) as pipe:
             yield Push(prefill, pipe, Orders(permuted=permuted, seed=1))
     finally:
         prefill.close()
@@ -111,7 +111,7 @@ def decode_process(program: Callable[..., None], *arguments: object) -> Iterator
 
     Args:
         program: a function of a module; it ends when it receives None.
-        arguments: those of ``program`` after its end of the pipe.
+        arguments: arguments of ``program`` after its end of the pipe.
     """
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()

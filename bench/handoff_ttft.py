@@ -72,12 +72,12 @@ async def _ask(
         url = cluster.mono_url
         return (await complete(session, url, prompt, max_tokens=2, temperature=0.0)).ttft_s
     if way == "ttft/store":
-        told = await _prefill(
+        parameters = await _prefill(
             session, cluster.engine_urls["P1"], prompt, {"do_remote_decode": True}
         )
         began = time.perf_counter() - start
         answer = await complete(
-            session, decode, prompt, max_tokens=2, temperature=0.0, kv_transfer_params=told
+            session, decode, prompt, max_tokens=2, temperature=0.0, kv_transfer_params=parameters
         )
         return began + answer.ttft_s
     at = PushedPair(cluster.engine_urls["P1"], decode, registry)
@@ -123,5 +123,5 @@ async def _prefill(
     async with session.post(url, json=body) as answer:
         if answer.status != 200:
             raise ClusterError(f"{url}: {answer.status} {(await answer.text())[:500]}")
-        told: dict[str, Any] = (await answer.json())["kv_transfer_params"]
-        return told
+        returned: dict[str, Any] = (await answer.json())["kv_transfer_params"]
+        return returned

@@ -361,8 +361,8 @@ class Lines:
 
     Args:
         command: starts it.
-        environment: variables besides those of this process.
-        cores: on which it may run; None = wherever this process may.
+        environment: variables besides this process's own.
+        cores: cores on which it may run; None = wherever this process may.
     """
 
     def __init__(

@@ -285,8 +285,8 @@ async def _speed(
 @asynccontextmanager
 async def _following(cluster: Cluster) -> AsyncIterator[dict[str, HeldPages]]:
     """The pages of the node (under its name) and of the engines, as they tell."""
-    told = request("GET", f"{cluster.conductor_url}/v1/engines")["engines"]
-    endpoints = {one["id"]: one["events"] for one in told if one["events"]}
+    engines = request("GET", f"{cluster.conductor_url}/v1/engines")["engines"]
+    endpoints = {one["id"]: one["events"] for one in engines if one["events"]}
     [node] = request("GET", f"{cluster.conductor_url}/v1/nodes")["nodes"]
     endpoints[node["id"]] = node["events"]
     held = {name: HeldPages() for name in endpoints}

@@ -99,7 +99,7 @@ class _Side:
     def close(self) -> None:
         assert self.engine.close(WAIT_S)
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """Its choices, and how good its expectations were."""
         metrics = self.engine.metrics
         choices = {
@@ -139,7 +139,7 @@ def _results(name: str, options: argparse.Namespace) -> Iterator[Result]:
                 mean = statistics.mean(sides[rule].serve(prompts))
                 if turn >= LEARNING_TURNS:
                     found[rule].append(1e3 * mean)
-        sys.stderr.write(f"loads/{name}: {sides[Loads.FASTER].told()}\n")
+        sys.stderr.write(f"loads/{name}: {sides[Loads.FASTER].summary()}\n")
     medians = {rule: statistics.median(times) for rule, times in found.items()}
     bound = min(medians[Loads.ALWAYS], medians[Loads.NEVER])
     for rule, value in medians.items():

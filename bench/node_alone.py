@@ -168,7 +168,7 @@ class LoneNode:
     Attributes:
         desk: where engines are connected.
         pages_max: small pages that its memory holds.
-        extent_bytes: of that memory's pieces.
+        extent_bytes: bytes of an extent of its memory.
         turn: takes a turn.
         publish: where events go; to nobody, at first.
     """
@@ -311,8 +311,8 @@ class Engine:
     ) -> tuple[wire.BeginPut, wire.CommitPut]:
         """Both messages of a put."""
         pages, name = len(keys) // KEY_BYTES, next(self._names)
-        told = _TOKENS * pages if tokens else b""
-        begin = wire.BeginPut(1, name, self.space, self.shard, keys, parent, told, WAIT_MS)
+        token_ids = _TOKENS * pages if tokens else b""
+        begin = wire.BeginPut(1, name, self.space, self.shard, keys, parent, token_ids, WAIT_MS)
         return begin, wire.CommitPut(1, name, _DIGEST * pages, ttl_ms)
 
     def lookup_message(self, keys: bytes) -> wire.Lookup:

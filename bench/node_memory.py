@@ -27,9 +27,9 @@ class Growth(NamedTuple):
     """What was found.
 
     Attributes:
-        pages: that the node knows of, at the end.
-        on_disk: of those, in no memory.
-        bytes: that the process has grown by.
+        pages: number of pages that the node knows of, at the end.
+        on_disk: number of these pages that are in no memory.
+        bytes: bytes by which the process has grown.
     """
 
     pages: int

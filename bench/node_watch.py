@@ -39,10 +39,10 @@ class Collector:
     """What Python's cyclic collector does while this is entered; it changes nothing of that.
 
     Attributes:
-        longest: of its pauses, called ``generation N``.
-        pauses: how many.
-        over: of those, longer than a turn may be.
-        total: of all.
+        longest: longest pause, called ``generation N``.
+        pauses: number of pauses.
+        over: number of pauses that were longer than a turn may be.
+        total: total of all pauses.
         found: objects that only the collector could free.
     """
 
@@ -83,9 +83,9 @@ class Watch:
         collector: whose time is not a turn's own.
 
     Attributes:
-        longest: of the turns since :meth:`begin`.
-        turns: since then.
-        over: of those, longer than :data:`TURN_S_MAX`.
+        longest: longest turn since :meth:`begin`.
+        turns: number of turns since :meth:`begin`.
+        over: number of these turns that were longer than :data:`TURN_S_MAX`.
     """
 
     def __init__(self, collector: Collector) -> None:

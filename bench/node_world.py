@@ -40,9 +40,9 @@ class World:
     """A node with an engine that keeps it full, and an operator.
 
     Args:
-        pages: of the node.
+        pages: number of pages of the node.
         policy: what leaves memory first.
-        ssd: most of them are on disk.
+        ssd: whether most pages are on disk.
     """
 
     def __init__(self, pages: int, policy: str, *, ssd: bool = False) -> None:

@@ -48,7 +48,7 @@ class Gets:
     """Gets of pages that only the other node has.
 
     Args:
-        nodes: both of them.
+        nodes: both nodes.
     """
 
     def __init__(self, nodes: Pair) -> None:

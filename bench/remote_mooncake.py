@@ -77,12 +77,12 @@ class Memory:
 class Reads:
     """Reads of the owner's pages; each goes on where the last one of its kind ended."""
 
-    def __init__(self, told: dict[str, Any], memory: Memory, page_bytes: int) -> None:
-        self._told = told
+    def __init__(self, offer: dict[str, Any], memory: Memory, page_bytes: int) -> None:
+        self._offer = offer
         self._memory = memory
         self._page_bytes = page_bytes
         self._local = np.array([address for _, address in memory.pages], dtype=np.uint64)
-        self._remote = np.array(told["addresses"], dtype="<u8")
+        self._remote = np.array(offer["addresses"], dtype="<u8")
         self._seeds = np.arange(len(self._local), dtype=np.uint64)
         self._digests = mover.digest(self._local, page_bytes, self._seeds)
         self._numbers = count()
@@ -90,7 +90,7 @@ class Reads:
 
     def through(self, transport: Transport) -> Callable[[], float]:
         """A call that reads 16 pages through a transport, and returns its seconds."""
-        endpoint, calls = self._told[transport.name], count()
+        endpoint, calls = self._offer[transport.name], count()
 
         def call() -> float:
             pages, number = self._pages(next(calls)), next(self._numbers)
@@ -124,7 +124,7 @@ class Reads:
             pages = self._pages(next(calls))
             local, remote = self._local[pages].tolist(), self._remote[pages].tolist()
             start = time.perf_counter()
-            status = engine.batch_transfer_sync_read(self._told["mooncake"], local, remote, sizes)
+            status = engine.batch_transfer_sync_read(self._offer["mooncake"], local, remote, sizes)
             seconds = time.perf_counter() - start
             assert status == 0, f"the bare engine said {status}"
             return seconds
@@ -145,8 +145,8 @@ def own(size_bytes: int, page_bytes: int) -> None:
         transport.grant(TICKET, memory.pages, time.monotonic_ns() + int(TICKET_S * 1e9))
     memory.register(mooncake)
     addresses = np.frombuffer(mooncake.addresses(memory.pages) or b"", dtype="<u8").tolist()
-    told = {"mooncake": mooncake.endpoint, "tcp": tcp.endpoint, "addresses": addresses}
-    sys.stdout.write(json.dumps(told) + "\n")
+    offer = {"mooncake": mooncake.endpoint, "tcp": tcp.endpoint, "addresses": addresses}
+    sys.stdout.write(json.dumps(offer) + "\n")
     sys.stdout.flush()
     sys.stdin.read()
     tcp.close()
@@ -162,9 +162,9 @@ def read(name: str, seconds: float) -> list[Result]:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
         try:
             assert owner.stdout is not None
-            told = json.loads(owner.stdout.readline())
+            offer = json.loads(owner.stdout.readline())
             memory = Memory(size_bytes, page_bytes)
-            reads = Reads(told, memory, page_bytes)
+            reads = Reads(offer, memory, page_bytes)
             limit = 2 * PAGES * page_bytes
             mooncake = MooncakeTransport(HOST, limit, protocol="tcp", serves=False)
             memory.register(mooncake)

@@ -47,8 +47,8 @@ def main() -> int:
     granted = pages_of(memory.ctypes.data, size_bytes, page_bytes)
     transport.grant(TICKET, granted, time.monotonic_ns() + int(TICKET_S * 1e9))
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        told = {"pages": transport.endpoint, "bare": listener.getsockname()[1]}
-        sys.stdout.write(json.dumps(told) + "\n")
+        offer = {"pages": transport.endpoint, "bare": listener.getsockname()[1]}
+        sys.stdout.write(json.dumps(offer) + "\n")
         sys.stdout.flush()
         connection, _ = listener.accept()
         thread = threading.Thread(

@@ -46,7 +46,7 @@ def results(name: str, seconds: float) -> Iterator[Result]:
         yield measure.throughput(name, PAGES * _CASES[name], measured, BARE)
 
 
-class Told(NamedTuple):
+class Offer(NamedTuple):
     """Where the owner's process offers its pages."""
 
     pages: str
@@ -61,10 +61,10 @@ def reading(page_bytes: int) -> Iterator["Reads"]:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
         assert owner.stdout is not None
         try:
-            told = Told(**json.loads(owner.stdout.readline()))
-            with socket.create_connection(("127.0.0.1", told.bare), WAIT_S) as bare:
+            offer = Offer(**json.loads(owner.stdout.readline()))
+            with socket.create_connection(("127.0.0.1", offer.bare), WAIT_S) as bare:
                 bare.settimeout(None)
-                reads = Reads(told.pages, bare, size_bytes, page_bytes)
+                reads = Reads(offer.pages, bare, size_bytes, page_bytes)
                 try:
                     yield reads
                 finally:

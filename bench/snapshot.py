@@ -51,10 +51,10 @@ def run(options: argparse.Namespace) -> int:
     report = Report(json=options.json)
     with TemporaryDirectory() as folder, Progress("snapshot", 1) as progress:
         progress.step(f"a node of {options.pages:,} pages")
-        told, turns = _followed(Path(folder), options.pages, ssd=options.ssd)
+        measured, turns = _followed(Path(folder), options.pages, ssd=options.ssd)
     size = f"{options.pages // 1000}k" + ("/ssd" if options.ssd else "")
     limit_s = _SECONDS_MAX * max(1.0, options.pages / PAGES)
-    _add(report, f"snapshot/{size}/seconds", told["snapshot_s"], limit_s, "s")
+    _add(report, f"snapshot/{size}/seconds", measured["snapshot_s"], limit_s, "s")
     for name, turn in turns.items():
         if not turn.cpu_s:
             continue  # as of the collector when it did not look
@@ -62,8 +62,8 @@ def run(options: argparse.Namespace) -> int:
         _add(
             report, f"snapshot/{size}/longest_{name}_turn", 1e3 * turn.cpu_s, 1e3 * TURN_S_MAX, "ms"
         )
-    _add(report, f"snapshot/{size}/audit_{KEYS_MAX}", 1e3 * told["audit_s"], 1e4, "ms")
-    _add(report, f"snapshot/{size}/sample_{KEYS_MAX}", 1e3 * told["sample_s"], 1e4, "ms")
+    _add(report, f"snapshot/{size}/audit_{KEYS_MAX}", 1e3 * measured["audit_s"], 1e4, "ms")
+    _add(report, f"snapshot/{size}/sample_{KEYS_MAX}", 1e3 * measured["sample_s"], 1e4, "ms")
     report.close()
     return 0
 
@@ -99,7 +99,7 @@ def _followed(folder: Path, pages: int, *, ssd: bool) -> tuple[dict[str, float],
             f"the collector looked {collector.pauses} times,"
             f" {1e3 * collector.total.cpu_s:.1f} ms of {1e3 * total_s:.0f} ms of the node's CPU\n"
         )
-        return child.told(), turns
+        return child.measured(), turns
 
 
 def _answer(
@@ -146,12 +146,12 @@ class _Follower:
         """Whether it has no more questions."""
         return self._child.poll() is not None
 
-    def told(self) -> dict[str, float]:
+    def measured(self) -> dict[str, float]:
         """What it has measured."""
         said, _ = self._child.communicate()
         assert self._child.returncode == 0, "the follower failed"
-        told: dict[str, float] = json.loads(said)
-        return told
+        measured: dict[str, float] = json.loads(said)
+        return measured
 
     def __enter__(self) -> Self:
         return self

@@ -135,7 +135,7 @@ class AdmissionConfig(Section, frozen=True):
             first token is expected too late, or the engines that decode are expected to be full
             when the prompt is computed. Refused requests get 429 and ``Retry-After``.
         fair_shares: whether requests of tenants (the field ``user``) that got more than their share
-            wait behind those of others.
+            wait behind the requests of others.
     """
 
     mode: AdmissionMode = AdmissionMode.NONE
@@ -200,9 +200,9 @@ class HandoffConfig(Section, frozen=True):
     """Handoffs by push.
 
     Attributes:
-        registry_hosts: hosts besides that of an engine's ``url`` that the URL of its registry may
-            name, because decode engines reach it under another name or address than the Conductor.
-            Decode engines connect to any port there that a prefill engine names.
+        registry_hosts: hosts that the URL of an engine's registry may name besides the host of the
+            engine's ``url``, because decode engines reach it under another name or address than the
+            Conductor. Decode engines connect to any port there that a prefill engine names.
     """
 
     registry_hosts: tuple[Annotated[str, Meta(min_length=1, max_length=253)], ...] = ()
@@ -255,7 +255,8 @@ class BringConfig(Section, frozen=True):
         deadline_s: maximum seconds of one job.
         after_s: seconds that a request has waited at least.
         hot_rate: requests a second with a prefix from which on two nodes are to have it; three from
-            twice as many on, and so forth. Half of that again is needed to forget it.
+            twice as many on, and so forth. A copy is forgotten below half of the rate that asked
+            for it.
         copies_max: maximum nodes that are to have a prefix.
     """
 
@@ -423,8 +424,9 @@ class EngineEntry(Section, frozen=True):
         handoff: what it offers over its protocol: ``{"push": {"registry": "http://host:port"}}`` of
             a prefill engine, ``{"push": {}}`` of a decode engine; ``{}`` = nothing.
         shape: shape of its model, one of ``conductor.costs.shapes.SHAPES``.
-        hardware: its accelerators, as ``8xh800``, of ``conductor.costs.hardware.ACCELERATORS``;
-            without a number, those of a usual machine.
+        hardware: accelerators of the engine, as ``8xh800``, of
+            ``conductor.costs.hardware.ACCELERATORS``; without a number, as many as a usual machine
+            has.
     """
 
     id: Name

@@ -28,9 +28,9 @@ class Change(msgspec.Struct, frozen=True):
 
     Attributes:
         change: ``more``, ``fewer`` or ``flip``.
-        role: that an engine gets, or loses if there are fewer.
-        hardware: of that engine.
-        was: its role before, of a flip; else empty.
+        role: role that an engine gets, or loses if there are fewer.
+        hardware: hardware of this engine.
+        was: role of the engine before a flip; otherwise empty.
         rate: requests a second that would be served in time.
         goodput: the same for each engine.
         gain: ``rate`` as a multiple of the present one; 0 = nothing is served now.
@@ -92,7 +92,7 @@ def advise(kinds: Sequence[EngineKind], load: LoadShape, targets: Targets) -> Ad
     """Look at a fleet.
 
     Args:
-        kinds: its engines; those of one role and hardware are one kind.
+        kinds: engines of the fleet by kind; engines of one role and hardware are one kind.
         load: what came lately.
         targets: objectives of the requests.
     """

@@ -80,14 +80,14 @@ class EngineCosts:
     """Seconds of one engine, as its measurements say, and its prior where there are none.
 
     Attributes:
-        machine: of which it is.
+        machine: machine of the engine.
         prior: its prior.
         prefill_fit: factors of the terms of its prompts.
         step_fit: factors of the terms of its decode steps.
         fetch_fit: factors of the terms of fetches from its node and from others.
         handoff_fit: factors of the terms of the KV that other engines hand over to it.
-        prefill_bias: what prompts take of what the fit says.
-        step_bias: likewise, decode steps.
+        prefill_bias: factor by which prompts take longer than the fit says.
+        step_bias: factor by which decode steps take longer than the fit says.
     """
 
     def __init__(self, machine: Machine, efficiency: Efficiency = USUAL) -> None:
@@ -212,7 +212,7 @@ class CostBook:
     """The costs of all engines.
 
     Args:
-        efficiency: that of all priors.
+        efficiency: efficiency of all priors.
     """
 
     def __init__(self, efficiency: Efficiency = USUAL) -> None:

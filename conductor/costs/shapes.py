@@ -19,7 +19,7 @@ class ModelShape:
         latent: elements of a token's KV in a layer if it is compressed (MLA); 0 = keys and values
             of each head.
         experts: routed experts in a layer; 0 = the model is dense.
-        experts_per_token: how many of them a token passes.
+        experts_per_token: number of routed experts in a layer that a token passes.
         expert_parameters: weights of all routed experts of all layers.
     """
 

@@ -29,11 +29,11 @@ class Bodies:
     """The bodies of requests that have not ended.
 
     Args:
-        body_bytes_max: maximum of one body.
+        body_bytes_max: maximum bytes of one body.
 
     Attributes:
-        total_bytes: of what was read of them.
-        total_bytes_max: maximum of these.
+        total_bytes: bytes of the bodies that were read so far.
+        total_bytes_max: maximum of ``total_bytes``.
     """
 
     def __init__(self, body_bytes_max: int) -> None:

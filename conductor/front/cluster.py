@@ -131,17 +131,17 @@ class ClusterNodes:
         registered = [node for node in self._nodes if node.source == "registered"]
         names = {node.id for node in registered}
         boots = {node.view.boot for node in registered if node.view is not None}
-        told = {
+        members = {
             name: record
             for name, record in membership.nodes.items()
             if name not in names and record.boot.hex() not in boots
         }
         followed = {node.id for node in self._nodes if node.source == "membership"}
-        for name in followed - told.keys():
+        for name in followed - members.keys():
             self._nodes.remove(name)
             _log.info("node %s has left cluster %s", name, self._cluster.name)
         left_out = {}
-        for name, record in sorted(told.items()):
+        for name, record in sorted(members.items()):
             why = self._take_up(record)
             if why is not None:
                 left_out[name] = why

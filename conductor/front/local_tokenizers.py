@@ -167,10 +167,10 @@ class LocalTokenizer:
         render = self._render
         assert render is not None
         messages = [msgspec.structs.asdict(one) for one in chat.messages]
-        told = {"tools": None, "documents": None, **self._special, **chat.chat_template_kwargs}
-        told |= {"messages": messages, "add_generation_prompt": chat.add_generation_prompt}
+        variables = {"tools": None, "documents": None, **self._special, **chat.chat_template_kwargs}
+        variables |= {"messages": messages, "add_generation_prompt": chat.add_generation_prompt}
         try:
-            return _translated(lambda: render(told), "the chat template")
+            return _translated(lambda: render(variables), "the chat template")
         except ConfigError as error:
             raise CannotTokenizeError(str(error)) from error
 
@@ -235,19 +235,19 @@ class LocalTokenizers:
 
     def compare(
         self, model: str, rendered: Mapping[str, msgspec.Raw], mine: Sequence[int],
-        told: Sequence[int],
+        theirs: Sequence[int],
     ) -> None:  # fmt: skip
         """An engine has tokenised the same prompt; if it says otherwise, it is asked always."""
         kind = kind_of(rendered) or ""
-        if list(mine) == list(told) or (model, kind) in self._wrong:
+        if list(mine) == list(theirs) or (model, kind) in self._wrong:
             return
         self._wrong.add((model, kind))
-        pairs = enumerate(zip(mine, told, strict=False))
-        at = next((at for at, (a, b) in pairs if a != b), min(len(mine), len(told)))
+        pairs = enumerate(zip(mine, theirs, strict=False))
+        at = next((at for at, (a, b) in pairs if a != b), min(len(mine), len(theirs)))
         _log.error(
             "model %s: a %s has %d tokens by its tokenizer, %d by an engine, other ones from %d on:"
             " engines are asked from now on. Set the tokenizer of the engines",
-            model, kind, len(mine), len(told), at,
+            model, kind, len(mine), len(theirs), at,
         )  # fmt: skip
 
     def gauges(self) -> dict[str, dict[tuple[str, ...], float]]:

@@ -257,7 +257,7 @@ class Metrics(Collector):
     """All metrics of one Conductor, in a separate registry.
 
     Attributes:
-        handoffs: those of pairs.
+        handoffs: metrics of handoffs of pairs.
     """
 
     def __init__(self, snapshot: Snapshot) -> None:

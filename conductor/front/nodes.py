@@ -122,8 +122,8 @@ class NodeApi:
         Raises:
             NodeUnreadableError: an answer is missing or invalid.
         """
-        told = await self._get("/v1/events", _EVENTS.decode)
-        for field, endpoint in (("events", told.endpoint), ("replay", told.replay_endpoint)):
+        events = await self._get("/v1/events", _EVENTS.decode)
+        for field, endpoint in (("events", events.endpoint), ("replay", events.replay_endpoint)):
             try:
                 check_endpoint(field, endpoint)
             except ValueError as error:
@@ -131,13 +131,13 @@ class NodeApi:
         sessions = [one for one in await self._sessions() if not one.peer]
         named = tuple(one for one in sessions if one.engine is not None)
         return NodeView(
-            id=node_id or told.node,
+            id=node_id or events.node,
             host=self._host,
-            boot=told.boot,
-            events=reachable(told.endpoint, self._host),
-            events_replay=reachable(told.replay_endpoint, self._host),
-            follow_token=told.follow_token,
-            cluster=told.cluster,
+            boot=events.boot,
+            events=reachable(events.endpoint, self._host),
+            events_replay=reachable(events.replay_endpoint, self._host),
+            follow_token=events.follow_token,
+            cluster=events.cluster,
             sessions=named,
             unnamed=len(sessions) - len(named),
         )
@@ -249,8 +249,8 @@ class RegisteredNode(NamedTuple):
     def lacks_token(self) -> bool:
         """Whether its publisher needs a token that the registration does not have."""
         over_tcp = (self.events or "").startswith("tcp:")
-        told = self.view is not None and self.view.follow_token
-        return told and over_tcp and not self.entry.events_token
+        needs_token = self.view is not None and self.view.follow_token
+        return needs_token and over_tcp and not self.entry.events_token
 
 
 class Nodes:

@@ -41,7 +41,7 @@ def requests_in(text: bytes) -> tuple[float, float] | None:
     """How many requests an engine runs, and how many wait there; None if it does not tell.
 
     Args:
-        text: its metrics; those of several data-parallel ranks are added.
+        text: metrics of the engine; the numbers of several data-parallel ranks are added.
     """
     found = [pattern.findall(text) for pattern in _SUMS]
     if not all(found):
@@ -120,25 +120,25 @@ class OthersReader:
             again_s = _AGAIN_S if error.status else _FAILED_S  # with a status: it has no such route
             self._not_before[info.id] = (info.url, self._clock() + again_s)
             return
-        told = requests_in(text)
-        if told is None:
+        counts = requests_in(text)
+        if counts is None:
             self._not_before[info.id] = (info.url, self._clock() + _AGAIN_S)
         # One that ended meanwhile may be among those that are told, or not.
-        self._tell(info.id, told, max(ours, self._dispatcher.in_flight(info.id)))
+        self._tell(info.id, counts, max(ours, self._dispatcher.in_flight(info.id)))
 
-    def _tell(self, engine_id: str, told: tuple[float, float] | None, ours: int) -> None:
-        if self._registry.get(engine_id) is not None or told is None:
-            running, waiting = told or (None, None)
+    def _tell(self, engine_id: str, counts: tuple[float, float] | None, ours: int) -> None:
+        if self._registry.get(engine_id) is not None or counts is None:
+            running, waiting = counts or (None, None)
             self._dispatcher.loads.tell_others(engine_id, running, waiting, ours)
 
     def gauges(self) -> dict[str, dict[tuple[str, ...], float]]:
         """Requests of others for the metrics: (engine, running or waiting) → number."""
         others = self._dispatcher.loads.others
-        told = {engine.info.id: others.reported(engine.info.id) for engine in self._registry}
+        reported = {engine.info.id: others.reported(engine.info.id) for engine in self._registry}
         return {
             "engine_others": {
                 (name, what): getattr(one, what)
-                for name, one in told.items()
+                for name, one in reported.items()
                 if one is not None
                 for what in one._fields
             }

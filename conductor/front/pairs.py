@@ -31,7 +31,7 @@ class PairTasks:
 
     Args:
         metrics: counts failures.
-        membership: is told of them.
+        membership: is told of failures.
         end_s: deadline for a prefill engine after the decode engine's answer has ended.
     """
 
@@ -53,9 +53,9 @@ class PairTasks:
 
         Args:
             engine: id of the prefill engine.
-            place: the place there; given back when the request there has ended.
-            prefill: this request.
-            serve: the request to the decode engine.
+            place: place at the prefill engine; given back when the request there has ended.
+            prefill: request to the prefill engine.
+            serve: request to the decode engine.
             has_begun: whether the client has the first byte.
 
         Raises:
@@ -65,22 +65,22 @@ class PairTasks:
         prefills = asyncio.create_task(prefill, name=_PREFILL)
         serves = asyncio.create_task(serve)
         prefills.add_done_callback(lambda _: place.give_back())
-        told = False
+        awaited = False
         try:
             await asyncio.wait({prefills, serves}, return_when=asyncio.FIRST_COMPLETED)
             if not serves.done() and not has_begun():
-                told = True
+                awaited = True
                 await prefills
             response = await serves
         except BaseException:
             for task in (prefills, serves):
                 task.cancel()
             await asyncio.gather(prefills, serves, return_exceptions=True)
-            if not told:
+            if not awaited:
                 self._note(prefills)
             raise
         if prefills.done():
-            if not told:
+            if not awaited:
                 self._note(prefills)
         else:
             late = asyncio.create_task(self._wait(prefills, engine))

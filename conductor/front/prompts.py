@@ -90,12 +90,12 @@ class Prompts:
             return None
         if mine is not None and not self._local.is_to_compare(base, rendered):
             return mine
-        told = await self._ask_engines(model, body)
+        theirs = await self._ask_engines(model, body)
         if mine is None:
-            return told
-        if told is not None:
-            self._local.compare(base, rendered, mine, told)
-        return told if told is not None else mine
+            return theirs
+        if theirs is not None:
+            self._local.compare(base, rendered, mine, theirs)
+        return theirs if theirs is not None else mine
 
     async def _ask_engines(self, model: str, body: bytes) -> list[int] | None:
         for engine_id in self.askable(model)[:_TRIES]:

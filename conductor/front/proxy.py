@@ -39,7 +39,7 @@ class Proxy:
     Args:
         parts: shared with the rest of the service.
         config: the policy's name, for decisions; limits of tries; deadlines for engines.
-        bodies: reads those of requests.
+        bodies: reads the bodies of requests.
         classes: names of the classes of requests.
     """
 

@@ -146,13 +146,13 @@ def _events(
     if first.events or first.events_bind or found is None or not found.ranks:
         return named
     rank = found.ranks[0]
-    told = (rank.events, rank.events_bind, replay or rank.events_replay)
+    of_session = (rank.events, rank.events_bind, replay or rank.events_replay)
     try:
-        _check_endpoints(told)
+        _check_endpoints(of_session)
     except ValueError as error:
         _log.info("engine %s: its session names an invalid endpoint: %s", entry.id, error)
         return named
-    return told
+    return of_session
 
 
 def _check_endpoints(endpoints: tuple[str | None, str | None, str | None]) -> None:

@@ -31,7 +31,7 @@ from kvstore.protocol.errors import CapacityError
 
 _EXPECTED_S: Final = 10.0
 """For how long an engine is expected to have a prompt that it got, until its events tell of it."""
-_UNTOLD_S: Final = 120.0
+_UNPUBLISHED_S: Final = 120.0
 """Likewise, an engine without events."""
 _BOOT_BITS: Final = BOOT_MAX.bit_length()
 
@@ -120,8 +120,8 @@ class Sender:
             run.elsewhere_s += self._parts.clock() - started
         started = self._parts.clock()
         try:
-            told = attempt.prefilled or Measured()
-            chosen = await lease.handed_over(told.hit_tokens, told.restored)
+            measured = attempt.prefilled or Measured()
+            chosen = await lease.handed_over(measured.hit_tokens, measured.restored)
         finally:
             attempt.decode_queue_s = self._parts.clock() - started
             run.waited(attempt.decode_queue_s)
@@ -180,8 +180,8 @@ class Sender:
             failure = EngineError(error.engine, str(error), sick=False, status=error.status)
         except EngineError as error:
             failure = error
-        told = failure.status and not failure.sick
-        if told and len(run.decision.attempts) % 2 and self._others(run, assign.prefill):
+        answered = failure.status and not failure.sick
+        if answered and len(run.decision.attempts) % 2 and self._others(run, assign.prefill):
             failure = EngineError(assign.prefill, f"asked by {failure}", sick=False)
         raise failure
 
@@ -213,8 +213,8 @@ class Sender:
         engine = self._parts.registry.get(engine_id)
         if engine is not None and rank is not None:
             now = self._parts.clock()
-            told = engine.info.events or engine.info.events_bind
-            until = now + (_EXPECTED_S if told else _UNTOLD_S)
+            events = engine.info.events or engine.info.events_bind
+            until = now + (_EXPECTED_S if events else _UNPUBLISHED_S)
             self._parts.prefixes.expect(number, engine_id, rank, now, until)
 
     def _hint(self, run: Run, assign: Assign) -> msgspec.Raw | None:

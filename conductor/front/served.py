@@ -262,8 +262,8 @@ def machine(entry: EngineEntry, said: DescribedEngine) -> tuple[str, str]:
     """Names of an engine's shape and hardware; what it says itself counts only if it is known."""
     try:
         machine_of(said.shape or "", said.hardware or "")
-        told = (said.shape, said.hardware)
+        known = (said.shape, said.hardware)
     except ValueError as error:
         _log.info("engine %s: %s", entry.id, error)
-        told = (None, None)
-    return entry.shape or told[0] or "", entry.hardware or told[1] or ""
+        known = (None, None)
+    return entry.shape or known[0] or "", entry.hardware or known[1] or ""

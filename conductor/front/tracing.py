@@ -50,7 +50,7 @@ class AnsweredRequest(NamedTuple):
         input_tokens: tokens of its prompt.
         output_tokens: tokens of its output.
         keys: a chain value for each leading page of its prompt; empty = unknown.
-        page_tokens: tokens of these pages.
+        page_tokens: tokens of each of these leading pages.
     """
 
     arrived_s: float

@@ -79,8 +79,8 @@ class Lease:
         """The prefill engine has done its part: wait for a place at a decode engine.
 
         Args:
-            hit_tokens: prompt tokens that it did not compute; None = unknown.
-            restored: of these, what it fetched; None = unknown.
+            hit_tokens: prompt tokens that the prefill engine did not compute; None = unknown.
+            restored: number of these hit tokens that it fetched; None = unknown.
 
         Raises:
             RejectedError: the queue was closed, no engine is left, or it waited too long.

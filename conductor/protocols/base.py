@@ -95,9 +95,10 @@ def one_token(fields: Fields) -> dict[str, msgspec.Raw]:
     return asked
 
 
-def hinted(fields: Fields, hint: msgspec.Raw | None, **told: object) -> Fields:
-    """A request with transfer parameters: what is told, and the hint if there is one."""
-    parameters = told if hint is None else {**told, "kv_hints": hint}
+def hinted(fields: Fields, hint: msgspec.Raw | None, **parameters: object) -> Fields:
+    """A request with these transfer parameters, and with the hint if there is one."""
+    if hint is not None:
+        parameters["kv_hints"] = hint
     return {**fields, "kv_transfer_params": msgspec.Raw(msgspec.json.encode(parameters))}
 
 

@@ -35,38 +35,38 @@ _PARAMS: Final = msgspec.json.Decoder(_Params)
 
 
 def _prefill(request: PairRequest) -> Fields:
-    told = {"do_remote_decode": True, "handoff": "push", "room": request.room}
-    return {**one_token(request.fields), "kv_transfer_params": _raw(told)}
+    parameters = {"do_remote_decode": True, "handoff": "push", "room": request.room}
+    return {**one_token(request.fields), "kv_transfer_params": _raw(parameters)}
 
 
 def _decode(request: PairRequest, _: msgspec.Raw | None) -> Fields:
-    told = {
+    parameters = {
         "do_remote_prefill": True,
         "handoff": "push",
         "room": request.room,
         "registry": request.registry,
     }
-    return {**request.fields, "kv_transfer_params": _raw(told)}
+    return {**request.fields, "kv_transfer_params": _raw(parameters)}
 
 
 def _report(raw: msgspec.Raw) -> HandoffReport | None:
     """What an engine tells of its side; only states that there are count."""
     try:
-        told = read(_PARAMS.decode, bytes(raw)).handoff
+        report = read(_PARAMS.decode, bytes(raw)).handoff
     except UnreadableError:
         return None
-    if told is None:
+    if report is None:
         return None
     seconds = {
         state.lower(): value
-        for state, value in told.seconds.items()
+        for state, value in report.seconds.items()
         if state.lower() in _STATES and math.isfinite(value) and value >= 0
     }
-    return HandoffReport("push", told.state, told.code or "", seconds, told.bytes)
+    return HandoffReport("push", report.state, report.code or "", seconds, report.bytes)
 
 
-def _raw(told: dict[str, object]) -> msgspec.Raw:
-    return msgspec.Raw(msgspec.json.encode(told))
+def _raw(parameters: dict[str, object]) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(parameters))
 
 
 PUSH: Final = PairProtocol(

@@ -78,7 +78,7 @@ class AdmissionRules(msgspec.Struct, frozen=True):
 
     Attributes:
         mode: how requests are judged.
-        classes: at least one; the first is that of requests that name none.
+        classes: names of at least one class; the first is the class of requests that name none.
         fair: whether tenants above their fair share wait behind others.
     """
 
@@ -232,8 +232,8 @@ class Admission:
 
         Args:
             view: the engines, with their costs.
-            waiting: all waiting requests; ``matches`` of those to judge are up to date.
-            rows: of these, in the order in which they are considered.
+            waiting: all waiting requests; ``matches`` of the requests to judge are up to date.
+            rows: rows of ``waiting``, in the order in which they are considered.
             now: time.
         """
         if not self.judges:
@@ -352,10 +352,10 @@ class Admission:
         """A request has engines.
 
         Args:
-            assign: these.
-            model: of theirs.
-            tokens: of its prompt.
-            step_s: of their steps.
+            assign: the assignment.
+            model: model of the engines.
+            tokens: tokens of the request's prompt.
+            step_s: seconds of a decode step of these engines.
             now: time.
         """
         asked = self._asked[assign.request]

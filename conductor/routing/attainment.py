@@ -29,10 +29,10 @@ class Attainment:
     """The newest requests of each model; a request that is not among them is ignored.
 
     Args:
-        targets: their objectives.
+        targets: objectives of the requests.
 
     Attributes:
-        targets: these.
+        targets: the objectives.
     """
 
     def __init__(self, targets: Targets) -> None:
@@ -89,7 +89,7 @@ class Attainment:
         """The part of the requests for a model that is served in time.
 
         Args:
-            model: that of the engines.
+            model: model of the engines.
             since: only requests that came at this time, or later, count.
             now: time.
             least: with fewer that are known, None is returned.

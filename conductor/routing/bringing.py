@@ -34,11 +34,11 @@ class Wish(NamedTuple):
     """Pages that a waiting request would find at a node.
 
     Attributes:
-        request: its number.
+        request: number of the request.
         node: the node that will most likely serve it.
         source: the node that has the pages, and is asked: the same one to load them.
-        tokens: of the prompt, up to the end of these pages.
-        size_bytes: of what is missing.
+        tokens: tokens of the prompt, up to the end of the wished pages.
+        size_bytes: bytes of the missing pages.
     """
 
     request: int

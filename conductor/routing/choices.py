@@ -173,24 +173,24 @@ class Assign:
     """Send a request to these engines; ``prefill == decode`` if one serves it alone.
 
     Attributes:
-        request: its number.
+        request: number of the request.
         prefill: id of the engine that computes the prompt; it has a place there.
         decode: id of the engine that generates the tokens.
         plan: alone, or a pair.
         protocol: name of the protocol by which the pair is asked.
         at_once: whether the request has a place at ``decode`` already; else it gets one when its KV
             arrives, and :class:`Continue` says where.
-        reason: of the policy.
+        reason: reason of the policy.
         usable_tokens: prompt tokens that ``prefill`` need not compute.
         candidates: all engines that serve the model.
         ranks: the data-parallel rank of each that has the longest prefix; None = all have the same.
         fetch: prompt tokens that will probably be fetched: of the usable ones, those that the node
             of ``prefill`` has, and beyond these those that another node has; nothing if the policy
             does not use costs. Engines are not informed: they and their nodes decide themselves.
-        peer_tokens: prompt tokens that one other node has beyond those of ``prefill`` and its
+        peer_tokens: prompt tokens that one other node has beyond the tokens of ``prefill`` and its
             node; 0 also if the policy does not use prefixes. Engines whose protocol takes hints are
             told where.
-        fetch_s: predicted seconds for that; 0 if the policy does not use costs.
+        fetch_s: predicted seconds for this fetch; 0 if the policy does not use costs.
         prefill_s: predicted seconds to compute the prompt, likewise.
         ttft_s: predicted seconds until the first token, likewise.
     """

@@ -57,8 +57,8 @@ class GatheredCosts:
 
     Attributes:
         all: the columns of :class:`CostInputs`, as one array.
-        of_rows: those of the rows in an array, by its id, with the array, so that the id stays
-            unique.
+        of_rows: columns of the rows in an array, by the array's id, with the array, so that the id
+            stays unique.
         computing: the newest prompt.
     """
 
@@ -73,15 +73,15 @@ class CostInputs(NamedTuple, Generic[Number]):
     Attributes:
         constant_s: overhead of each prompt.
         floor_s: minimum of each prompt, to read the weights.
-        token_s: of each computed token.
-        pair_s: of each pair of a computed token and an earlier one.
-        step_s: of a decode step, with one more request than it has.
+        token_s: seconds of each computed token.
+        pair_s: seconds of each pair of a computed token and an earlier one.
+        step_s: seconds of a decode step, with one more request than the engine has.
         kv_room: tokens of KV for which it has room in addition to its decoding requests; infinite =
             unknown.
         token_bytes: bytes of one token's KV.
-        network_bytes_per_s: of its links to others, by their datasheets.
+        network_bytes_per_s: bytes a second of the engine's links to others, by their datasheets.
         handoff_s: seconds of each handoff to it, in addition to its bytes.
-        handoff_factor: how many times longer these take than the slower link's datasheet says.
+        handoff_factor: how many times longer handoffs take than the slower link's datasheet says.
         coming_bytes: KV on its way to it over the network, or that will be.
         fetch_s: seconds of each fetch to it, in addition to its bytes.
         memory_byte_s, disk_byte_s, network_byte_s: seconds of a byte that it fetches from the
@@ -122,7 +122,7 @@ class CostColumns:
 
     Attributes:
         backlog_s: seconds until the prompts that an engine has are computed.
-        leaving_s: seconds until their KV, and that of earlier ones, has been sent to other engines.
+        leaving_s: seconds until the KV of these and earlier prompts has been sent to other engines.
         inputs: the rest.
         usual_s: recent mean seconds to the first token; one number.
         kept: cached results.
@@ -140,14 +140,14 @@ class View:
     """All registered engines, in columns.
 
     Attributes:
-        ids: their names.
+        ids: names of the engines.
         models: models they serve.
         adapters: names of the LoRA adapters that they serve.
         protocols: names of the protocols by which they hand KV over.
         preferred: names of the protocols that they offer over these: a pair of engines that prefer
             the same one is asked by it; empty = none.
         roles: what they do now.
-        lent: names of those that are mixed and do something else now.
+        lent: names of the mixed engines that do something else now.
         health: their health.
         in_flight: requests that hold a place; int64 [engines].
         promised: requests whose KV is being computed elsewhere, or waits for a place here; int64.
@@ -161,7 +161,7 @@ class View:
             others.
         kept: what was found out of ids, models, adapters, protocols, preferred ones and roles, by
             model; and ``rows``, of ids. Views that have these in common share both.
-        kept_groups: what was found out of these and of health.
+        kept_groups: what was found out of the inputs of ``kept`` and of health.
     """
 
     ids: Sequence[str]
@@ -227,8 +227,8 @@ class PrefixColumns(NamedTuple):
     """How much of one prompt each engine of a view has, in columns of tokens.
 
     Attributes:
-        ids: of the engines.
-        matches: of which these columns are made.
+        ids: names of the engines.
+        matches: matches of which these columns are made.
         numbers: int64 [6, engines]: local, node, usable, peer, memory and disk tokens.
         usable: of these, the usable ones, float64.
         peer: likewise.

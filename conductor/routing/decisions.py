@@ -76,7 +76,7 @@ class Brought(msgspec.Struct):
     Attributes:
         node: where it went.
         source: the node that had it: the same one, on its disk, or another one.
-        tokens: of the prompt, up to the end of these pages.
+        tokens: tokens of the prompt, up to the end of the brought pages.
         outcome: empty while it runs; ``done``, ``incomplete``, ``failed``, ``cancelled`` (the
             request went elsewhere), ``late`` (after ``bring.deadline_s``) or ``refused``.
     """

@@ -131,8 +131,8 @@ class Desk:
         now_health = tuple([engine.health.state for engine in self.registry])
         if changes != self.registry.changes or health != now_health:
             now_infos = [engine.info for engine in self.registry]
-            told = None if now_infos == infos else tuple(now_infos)
-            self._write(EnginesInput(told, now_health))
+            changed_infos = None if now_infos == infos else tuple(now_infos)
+            self._write(EnginesInput(changed_infos, now_health))
             self._seen = (self.registry.changes, now_infos, now_health)
         others = self.dispatcher.loads.others
         if self._seen_others != others.changes:

@@ -211,7 +211,7 @@ class Dispatcher:
             number: of the request.
             now: time.
             hit_tokens: prompt tokens that it did not compute; None = unknown.
-            restored: of these, what it fetched; None = unknown.
+            restored: number of the hit tokens that it fetched; None = unknown.
         """
         known = self._known[number]
         assert known.assign is not None

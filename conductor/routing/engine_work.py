@@ -187,9 +187,9 @@ class EngineWork:
             self.overdue[number] = replace(head, since=self.head_since)
             self.stalled_s += head.seconds
             self.head_since += head.seconds
-            if not head.told:
+            if not head.is_reported:
                 tokens = head.new_tokens + head.prefix_tokens
-                self.decodes(number, tokens, self.head_since, told=False)
+                self.decodes(number, tokens, self.head_since, is_reported=False)
                 self.begun[number] = self.head_since
             for following in self.computing.values():
                 self.head_since = max(self.head_since, following.since)
@@ -201,17 +201,17 @@ class EngineWork:
         tokens: int,
         now: float,
         *,
-        told: bool = True,
+        is_reported: bool = True,
         bears_s: float = 0.0,
         rank: int | None = None,
     ) -> None:
-        """A request starts to decode; ``told``: this was reported, and its end will be."""
+        """A request starts to decode; ``is_reported``: an engine reports its start and end."""
         self.coming.pop(number, None)
         before = self.ends(number, now)
         stalled_s = self.stalled_s if before is None else before.stalled_s
         rank = rank if self.ranks > 1 else None
         self.decoding[number] = DecodingRequest(
-            tokens, now, self.batch_s, self.context_s, told, bears_s, stalled_s, rank
+            tokens, now, self.batch_s, self.context_s, is_reported, bears_s, stalled_s, rank
         )
         self._count(self.decoding[number], 1)
 

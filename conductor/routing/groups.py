@@ -78,8 +78,8 @@ class EnginePairs(NamedTuple):
     """Rows of engines that can serve in pairs.
 
     Attributes:
-        prefill: those that prefill.
-        decode: those that decode.
+        prefill: rows of engines that prefill.
+        decode: rows of engines that decode.
         offering: one of the former for each protocol that they offer over their own.
     """
 
@@ -109,9 +109,9 @@ class EngineGroup(NamedTuple):
 
     Attributes:
         serving: all that serve the model.
-        health: theirs.
-        alone: those that can serve alone; without pairs or mixed engines at home, those that are
-            lent.
+        health: health of the engines that serve the model.
+        alone: engines that can serve alone; without pairs or mixed engines at home, the engines
+            that are lent.
         pairs: for each protocol that asks both at once, and for all others together.
         takers: the same for each protocol that those who prefill offer.
         whole: all pairs of these, if all engines accept requests; and as arrays.
@@ -161,8 +161,8 @@ class Kinds(NamedTuple):
     """By which protocols both engines of a pair are asked at once.
 
     Attributes:
-        at_once: these.
-        in_turn: stands for all others.
+        at_once: protocols that ask both engines at once.
+        in_turn: stands for all other protocols.
     """
 
     at_once: frozenset[str]
@@ -261,8 +261,8 @@ def why_nobody(view: View, fit: Sequence[int], excluded: int) -> str:
 
     Args:
         view: all engines.
-        fit: rows of those of the model that have not failed the request.
-        excluded: how many have.
+        fit: rows of the model's engines that have not failed the request.
+        excluded: number of the model's engines that have failed it.
     """
     left = [row for row in fit if view.health[row] is not Health.DEAD]
     roles = {view.roles[row] for row in left}

@@ -145,7 +145,7 @@ class FoundSessions(NamedTuple):
     Attributes:
         node: id of the node.
         spaces: hex digests of the spaces that it has opened, the newest last; none yet if empty.
-        page_tokens: tokens per page of the newest of them; 0 if there is none.
+        page_tokens: tokens per page of the newest space; 0 if there is none.
         shards: hex digests of the shards that it has opened in the newest.
         windows: of shards of which a hit needs the last pages only, their number.
         block_tokens: tokens of one of its blocks; None = unknown.

@@ -161,7 +161,7 @@ class EnginesInput(msgspec.Struct, frozen=True, tag="engines"):
 
     Attributes:
         engines: all engines, in order; None = the same as before.
-        health: of each of them.
+        health: health of each engine.
     """
 
     engines: tuple[EngineInfo, ...] | None

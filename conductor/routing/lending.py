@@ -403,7 +403,7 @@ class Pools:
         attained: which requests are in time.
 
     Attributes:
-        lent: roles of those that are lent; another object whenever they change.
+        lent: roles of the lent engines; another object whenever they change.
     """
 
     def __init__(self, attained: Attainment) -> None:
@@ -442,7 +442,7 @@ class Pools:
 
         Args:
             fleet: the engines of a model that can be used.
-            seen: another value whenever one of these may be another one.
+            seen: another value whenever an engine of ``fleet`` may be another one.
             now: time.
         """
         self._now = now

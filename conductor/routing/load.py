@@ -156,7 +156,7 @@ class EngineLoads:
         self._changed(engine_id)
         load = self._loads.get(engine_id)
         if load is not None and number in load.computing:
-            load.computing[number].told = False
+            load.computing[number].is_reported = False
 
     def begun(self) -> list[tuple[int, float, float]]:
         """Requests of :meth:`untold` that decode, since when, and seconds of a step; each once."""
@@ -194,12 +194,12 @@ class EngineLoads:
             self._changed(engine_id)
             load.moving.arrived(number, now, load.costs)
 
-    def restored(self, number: int, engine_id: str, told: Restored) -> None:
+    def restored(self, number: int, engine_id: str, report: Restored) -> None:
         """An engine has told how long its fetch for a request took: learn from it."""
         load = self._loads.get(engine_id)
         if load is not None:
             self._changed(engine_id)
-            load.moving.restored(number, told, load.costs)
+            load.moving.restored(number, report, load.costs)
 
     def _sends(self, number: int, engine_id: str, tokens: float, now: float) -> None:
         """Predict when a prompt's KV is sent, one prompt after the other; see :meth:`sent`."""
@@ -303,7 +303,7 @@ class EngineLoads:
         one = load.decoding[number]
         passed = now - one.since
         output_tokens = min(output_tokens, _TOKENS_MAX)
-        if one.told and output_tokens > 1 and passed > 0:
+        if one.is_reported and output_tokens > 1 and passed > 0:
             batch = (load.batch_s - one.batch_s) / passed
             context = (load.context_s - one.context_s) / passed
             load.costs.stepped(max(1.0, batch), context, passed / (output_tokens - 1))

@@ -90,10 +90,11 @@ class _Handoff(NamedTuple):
     """A handoff in flight.
 
     Attributes:
-        tokens: that the decode engine did not have.
-        since: when it began.
-        transfer_s: that the slower of both links takes by its datasheet, if it has nothing else.
-        links: those that it uses, and ``alone_s`` of each when it began.
+        tokens: tokens of the prompt that the decode engine did not have.
+        since: time at which the handoff began.
+        transfer_s: seconds that the slower of both links takes by its datasheet, if it does nothing
+            else.
+        links: links that the handoff uses, and ``alone_s`` of each when it began.
     """
 
     tokens: int
@@ -146,7 +147,7 @@ class MovingKv:
         if number in self.fetches:
             self.fetches[number].moves = False
 
-    def restored(self, number: int, told: Restored, costs: EngineCosts) -> None:
+    def restored(self, number: int, report: Restored, costs: EngineCosts) -> None:
         """Learn how long a fetch took.
 
         Where the pages were is as it was thought at the assignment. If there were fewer, all parts
@@ -155,13 +156,13 @@ class MovingKv:
         one = self.fetches.pop(number, None)
         tokens, ahead = (one.tokens, one.ahead) if one is not None else (NO_FETCH, NO_FETCH)
         thought = sum(tokens)
-        part = min(1.0, told.tokens / thought) if thought else 0.0
-        rest = max(0.0, told.tokens - thought)
+        part = min(1.0, report.tokens / thought) if thought else 0.0
+        rest = max(0.0, report.tokens - thought)
         memory, disk, network = (
             (own * part + before) if own else 0.0 for own, before in zip(tokens, ahead, strict=True)
         )
         size = costs.prior.kv_bytes(1)
-        costs.fetched((memory + rest) * size, disk * size, network * size, told.seconds)
+        costs.fetched((memory + rest) * size, disk * size, network * size, report.seconds)
 
     def hand_over(
         self, number: int, tokens: int, transfer_s: float, sender: SharedLink | None, now: float

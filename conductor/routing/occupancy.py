@@ -45,7 +45,7 @@ class Occupancy:
 
     Attributes:
         in_flight: requests that have a place, by engine.
-        detached: of these, places that belong to no request.
+        detached: number of these places that belong to no request, by engine.
         promised: requests that will get a place when their KV arrives, by engine.
         pace_s: recent mean seconds from one free place to the next.
     """
@@ -162,7 +162,7 @@ class Occupancy:
 
         Args:
             held: places that belong to requests, by engine.
-            promised: those that requests will need.
+            promised: places that requests will need, by engine.
         """
         assert held + self.detached == self.in_flight
         assert promised == self.promised

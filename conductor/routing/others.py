@@ -39,7 +39,7 @@ class EngineOthers:
 
     def __init__(self) -> None:
         self.changes = 0
-        self._told: dict[str, OtherRequests] = {}
+        self._by_engine: dict[str, OtherRequests] = {}
 
     def tell(self, engine_id: str, running: float, waiting: float, ours: int) -> None:
         """An engine tells what it has.
@@ -58,19 +58,19 @@ class EngineOthers:
 
     def forget(self, engine_id: str) -> None:
         """An engine does not tell, or was removed: nobody else is thought to use it."""
-        if engine_id in self._told:
-            del self._told[engine_id]
+        if engine_id in self._by_engine:
+            del self._by_engine[engine_id]
             self.changes += 1
 
     def of(self, engine_id: str) -> OtherRequests:
         """Those at one engine; :data:`NOBODY` also if it does not tell."""
-        return self._told.get(engine_id, NOBODY)
+        return self._by_engine.get(engine_id, NOBODY)
 
     def reported(self, engine_id: str) -> OtherRequests | None:
         """Those at one engine; None = it does not tell."""
-        return self._told.get(engine_id)
+        return self._by_engine.get(engine_id)
 
     def _set(self, engine_id: str, others: OtherRequests) -> None:
-        if self._told.get(engine_id) != others:
-            self._told[engine_id] = others
+        if self._by_engine.get(engine_id) != others:
+            self._by_engine[engine_id] = others
             self.changes += 1

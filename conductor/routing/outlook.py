@@ -151,8 +151,9 @@ class _Engines(NamedTuple):
     """Rows that serve a model.
 
     Attributes:
-        rows: those that compute prompts, and those that decode after them (none = they do).
-        speeds: of the former, 1 = the fastest; float64.
+        rows: rows of engines that compute prompts, and of engines that decode after them (none =
+            the same).
+        speeds: speeds of the engines that compute prompts, 1 = the fastest; float64.
         pool: who decodes.
     """
 

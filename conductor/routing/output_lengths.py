@@ -86,8 +86,8 @@ class OutputLengths:
 
         Args:
             tenant: as for :meth:`predict`.
-            session: likewise.
-            limit: likewise.
+            session: as for :meth:`predict`.
+            limit: as for :meth:`predict`.
             predicted: the prediction when it arrived.
             tokens: its length; less than 1 is ignored.
         """

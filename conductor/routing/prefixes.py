@@ -57,7 +57,7 @@ class MediumMatch(msgspec.Struct, frozen=True):
 
     Attributes:
         engine: id of the engine that could use it.
-        worker: the engine (a rank of it), its node, or a peer of that.
+        worker: the engine (a rank of it), its node, or a peer of its node.
         medium: ``GPU``, ``CPU``, ``STORAGE``, or ``EXPECTED``.
         peer: whether the worker is another node of the cluster, so that the engine's node has to
             fetch it.
@@ -224,7 +224,7 @@ class PrefixView:
             model: whose engines; or a LoRA adapter.
             prompts: token ids, or prefix keys, which LoRA adapter and salt are part of already.
             lora: a LoRA adapter of ``model``; empty = as ``model`` says.
-            salt: the cache salt of those with token ids; empty for none.
+            salt: cache salt of the prompts that are token ids; empty for none.
 
         Returns:
             For each prompt, sorted. Of prefix keys, only what is named by them.
@@ -302,11 +302,11 @@ class PrefixView:
         """An engine will probably have the blocks of a request's prompt in its own cache.
 
         Args:
-            number: of the request.
+            number: number of the request.
             engine_id: an engine that it was assigned to.
             rank: its data-parallel rank.
-            from_s: from when on, on the monotonic clock.
-            until_s: until when; then its events must have told of them.
+            from_s: time from which on it has them, on the monotonic clock.
+            until_s: time at which this ends; by then its events must have told of the blocks.
         """
         prompt, present = self._prompts.get(number), self._index.present()
         engine = self._registry.get(engine_id)

@@ -51,13 +51,13 @@ class Computing(NamedTuple):
 
     Attributes:
         prompt: the prompt.
-        rows: of the engines.
+        rows: rows of the engines.
         fetches: decides whether they fetch.
         fetch_s: seconds to fetch.
         prefill_s: see :class:`Terms`.
         prefix: prompt tokens that it need not compute.
-        fetched: of these, those that each fetches from the memory of its node, from its disk, and
-            from another node; float64 [3, engines].
+        fetched: number of these tokens that each engine fetches from the memory of its node, from
+            its disk, and from another node; float64 [3, engines].
     """
 
     prompt: Prompt
@@ -85,7 +85,7 @@ class PricedPrompt(NamedTuple):
 
     Attributes:
         prefix: prompt tokens that it need not compute.
-        fetch: of these, those that it fetches.
+        fetch: number of these tokens that it fetches.
         fetch_s: seconds to fetch, whatever it computes meanwhile.
         prefill_s: seconds to compute the rest.
         ttft_s: seconds until the first token.
@@ -102,7 +102,7 @@ class PricedEngines:
     """The estimated times of some engines for one request, in columns.
 
     Attributes:
-        rows: of these engines, in the view.
+        rows: rows of these engines in the view.
         terms: seconds.
     """
 

@@ -145,7 +145,7 @@ class Scheduler:
 
         Args:
             view: the engines; not changed.
-            waiting: these requests; not changed.
+            waiting: requests whose KV has arrived; not changed.
             handoffs: how the KV of each is handed over.
             now: time on the clock of the deadlines.
 

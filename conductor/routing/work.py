@@ -16,12 +16,12 @@ class DecodingRequest:
     """A request that decodes.
 
     Attributes:
-        tokens: of its prompt.
-        since: when that began.
+        tokens: tokens of the request's prompt.
+        since: time at which it began to decode.
         batch_s: requests that decoded at the engine's slowest rank, multiplied by seconds, up to
             then.
         context_s: their tokens likewise.
-        told: whether we have heard that it began.
+        is_reported: whether the engine has reported that it began.
         bears_s: seconds of prompts after which it is late; 0 = none makes it so.
         stalled_s: seconds for which the engine had computed prompts then.
         rank: data-parallel rank to which it was sent; None = the engine chooses one, or has no
@@ -32,7 +32,7 @@ class DecodingRequest:
     since: float
     batch_s: float
     context_s: float
-    told: bool
+    is_reported: bool
     bears_s: float
     stalled_s: float
     rank: int | None = None
@@ -42,8 +42,8 @@ class ComingPrompt(NamedTuple):
     """A prompt that is computed elsewhere and decodes at an engine.
 
     Attributes:
-        tokens: of the prompt.
-        moved: of these, those that the engine does not have.
+        tokens: tokens of the prompt.
+        moved: number of these tokens that the engine does not have.
     """
 
     tokens: int
@@ -55,13 +55,13 @@ class ComputingPrompt:
     """A prompt that an engine has.
 
     Attributes:
-        new_tokens: that are computed.
-        prefix_tokens: before them.
-        seconds: that this is thought to take, with the fetch.
-        fetch_s: of these, until the fetch has ended, during which nothing else is computed there.
-        got_at: when the engine got it, and began to fetch.
-        since: the same; of a late one, since when it is thought to be computed.
-        told: whether we hear of its first token.
+        new_tokens: tokens that the engine computes.
+        prefix_tokens: tokens of the prompt before these.
+        seconds: seconds that the prompt is expected to take, with the fetch.
+        fetch_s: seconds until the fetch has ended, during which nothing else is computed there.
+        got_at: time at which the engine got the prompt, and began to fetch.
+        since: the same time; of a late prompt, the time since which it is expected to be computed.
+        is_reported: whether the engine reports its first token.
     """
 
     new_tokens: int
@@ -70,20 +70,20 @@ class ComputingPrompt:
     fetch_s: float
     got_at: float
     since: float
-    told: bool = True
+    is_reported: bool = True
 
     @property
     def counts_s(self) -> float:
         """Seconds after which it counts as computed, whatever we have heard."""
-        return self.seconds + (max(_LATE_S, self.seconds) if self.told else 0.0)
+        return self.seconds + (max(_LATE_S, self.seconds) if self.is_reported else 0.0)
 
 
 class Answer(NamedTuple):
     """What is expected of an answer.
 
     Attributes:
-        tokens: that it has; 0 = nobody waits for one after the other.
-        tbt_s: maximum seconds between two of them, as the mean of the longest tenth.
+        tokens: tokens of the answer; 0 = nobody waits for one after the other.
+        tbt_s: maximum seconds between two tokens, as the mean of the longest tenth.
     """
 
     tokens: float

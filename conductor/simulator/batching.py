@@ -81,7 +81,7 @@ class EngineLimits:
 
     Attributes:
         room_tokens: tokens of KV.
-        chunk_tokens: tokens that one step computes at most, those of the batch included.
+        chunk_tokens: tokens that one step computes at most, the batch's tokens included.
         batch_max: requests that decode at once.
     """
 
@@ -99,7 +99,7 @@ class _Stretch:
         steps: how many.
         step_s: seconds of one.
         chunk: tokens of prompts that each computes.
-        full: tokens of prompts that all of them compute.
+        full: tokens of prompts that all steps compute together.
         batch: requests that get a token with each.
     """
 

@@ -142,8 +142,8 @@ class Holders(NamedTuple):
 
     Attributes:
         local: blocks in the engines' own caches.
-        host: blocks in the memory of nodes, for all engines of them.
-        disk: blocks on disks of nodes, for all engines of them.
+        host: blocks in the memory of nodes, for all engines of a node.
+        disk: blocks on disks of nodes, for all engines of a node.
         expected: blocks that engines will have soon.
     """
 

@@ -58,7 +58,7 @@ class Outcome(NamedTuple):
     Attributes:
         case: ``simulate/POLICY/SPEED`` or ``goodput/POLICY``.
         value: mean seconds to the first token, or requests a second and engine.
-        summary: of that simulation.
+        summary: summary of the simulation.
         note: what else is worth a line.
     """
 

@@ -42,9 +42,9 @@ class BroughtCounts:
     Attributes:
         looks: at requests that waited.
         begun: wishes that were carried out.
-        come: of these, those that ended.
-        come_bytes: their bytes.
-        given_up: of those begun, those that were cancelled.
+        come: number of begun wishes that ended.
+        come_bytes: bytes of the ended wishes.
+        given_up: number of begun wishes that were cancelled.
     """
 
     looks: int = 0
@@ -71,7 +71,7 @@ class Prefetching:
         request: a request by its number.
 
     Attributes:
-        brought: what became of them so far.
+        brought: what became of the wishes so far.
     """
 
     def __init__(

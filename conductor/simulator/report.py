@@ -35,8 +35,8 @@ class Summary(msgspec.Struct, frozen=True):
     """The figures of one simulation.
 
     Attributes:
-        requests: of the trace.
-        ttft: mean seconds to the first token of those that were served; 0 if none was.
+        requests: number of requests of the trace.
+        ttft: mean seconds to the first token of the served requests; 0 if none was served.
         p50, p90, p99: percentiles of the same.
         tbt_p99: 99th percentile of the time between tokens of a request, which is the mean of the
             longest tenth of its intervals; seconds.
@@ -44,12 +44,12 @@ class Summary(msgspec.Struct, frozen=True):
         effective: requests served within both objectives, as part of all.
         rejected: requests refused, broken or too long, as part of all.
         lost: requests that were not effective, refused or served too late, as part of all.
-        wasted: of these, those for which an engine computed something, as part of all.
+        wasted: lost requests for which an engine computed something, as part of all.
         goodput: effective requests a second and engine, from the first arrival to the last.
-        long_effective: effective ones of the longest tenth of the prompts, as part of these.
+        long_effective: part of the longest tenth of the prompts that is effective.
         predicted_hit: tokens of the served prompts that the dispatcher expected not to be
             computed, as part of all.
-        seconds: from the first arrival to the last end.
+        seconds: seconds from the first arrival to the last end.
     """
 
     requests: int

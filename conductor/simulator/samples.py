@@ -54,7 +54,7 @@ class Series(msgspec.Struct):
         prefill: part of the time since the sample before in which engines that prefill computed
             prompts, mean; empty without such engines.
         decode: requests that decode, as part of the places of the engines that decode.
-        kv: room for KV that is reserved, as part of that of the engines that decode.
+        kv: reserved room for KV, as part of the room of the engines that decode.
     """
 
     at_s: list[float] = []

@@ -52,8 +52,8 @@ class Scenario:
         sample_s: seconds between two samples of load; 0 = none.
         journal: whether inputs and decisions of the dispatcher are kept.
         rules: who is admitted, and who comes first.
-        skew: by which part the dispatcher's estimates are off for ever, 0 to less than 1: of every
-            other engine too high, of those between too low.
+        skew: by which part the dispatcher's estimates are off for ever, 0 to less than 1: too high
+            for every other engine, too low for the engines between.
         noise: by which part a prompt takes longer or shorter than any estimate can know, at most;
             another for each, 0 to less than 1.
         lends: whether mixed engines are lent to prompts or tokens.

@@ -40,7 +40,7 @@ class Simulation:
 
     Attributes:
         records: what became of each request, in order of the trace.
-        ended: these, in order of their ends, as far as they have ended.
+        ended: records of the ended requests, in order of their ends.
         samples: of load, if the scenario wants them.
         journal: inputs and decisions of the dispatcher, if the scenario wants them.
         head: what the dispatcher was made of.

@@ -40,9 +40,9 @@ class SkewedBook(CostBook):
     """The costs of all engines, of which every other one seems slower, and those between faster.
 
     Args:
-        skew: by which part estimates are off, 0 to less than 1: those of the first engine that
-            is asked for are ``1 + skew`` times the truth, those of the second ``1 - skew``
-            times, and so on.
+        skew: by which part estimates are off, 0 to less than 1: the estimates of the first engine
+            that is asked for are ``1 + skew`` times the truth, the second's ``1 - skew`` times, and
+            so on.
     """
 
     def __init__(self, skew: float) -> None:

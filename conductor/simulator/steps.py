@@ -16,7 +16,7 @@ class StepTimes(Protocol):
 
         Args:
             batch: requests, at least 1.
-            context_tokens: tokens of all of them together.
+            context_tokens: tokens of all requests together.
         """
         ...
 
@@ -46,7 +46,7 @@ class TrueSteps:
             parts: at least one.
             steps: at least 1.
             batch: requests that decode meanwhile.
-            context: tokens of all of them together.
+            context: tokens of all requests that decode, together.
         """
         new = sum(part.new for part in parts)
         attention = sum(part.new * (part.prefix + part.new / 2) for part in parts)

@@ -30,13 +30,13 @@ from engine_adapters.reference.warm_up import warm_up
 from kvstore.client.store import KVStore
 from kvstore.config import DeviceSlabConfig
 from kvstore.config.machine import version_of
-from kvstore.protocol.sizes import size_of
 from kvstore.engine.label import EngineSources, engine_label
 from kvstore.engine.options import Retain
 from kvstore.handoff.greeting import read_secret
 from kvstore.handoff.states import Patience
 from kvstore.process.tls import CertificateFiles
 from kvstore.protocol.errors import ConfigError, InvalidArgument, KVStoreError
+from kvstore.protocol.sizes import size_of
 
 _log = logging.getLogger(__name__)
 _PROGRAM = "python -m engine_adapters.reference"

@@ -20,9 +20,9 @@ from typing import Final
 import msgspec
 
 from engine_adapters.reference.protocol import (
+    AnswerFields,
     BadRequestError,
     CompletionBody,
-    Told,
     tell_end,
     tells_ids,
 )
@@ -160,7 +160,7 @@ class ChatChoice(msgspec.Struct):
     logprobs: ChatLogprobs | msgspec.UnsetType = msgspec.UNSET
 
 
-class ChatCompletion(Told, kw_only=True):
+class ChatCompletion(AnswerFields, kw_only=True):
     """The answer, or one chunk of a stream."""
 
     choices: list[ChatChoice]
@@ -193,9 +193,9 @@ class ChatAnswers:
         if self._with_ids or tells_ids(self._request, output):
             choice.token_ids = output.tokens
         if self._request.logprobs is not None:
-            told = zip(output.tokens, output.logprobs, strict=True)
+            pairs = zip(output.tokens, output.logprobs, strict=True)
             count = self._request.logprobs
-            choice.logprobs = ChatLogprobs([_logprob(token, one, count) for token, one in told])
+            choice.logprobs = ChatLogprobs([_logprob(token, one, count) for token, one in pairs])
         return choice
 
     def _answer(self, kind: str, output: Output, choice: ChatChoice) -> ChatCompletion:
@@ -206,11 +206,11 @@ class ChatAnswers:
         return answer
 
 
-def _logprob(token: int, told: dict[int, float], count: int) -> TokenLogprob:
+def _logprob(token: int, logprobs: dict[int, float], count: int) -> TokenLogprob:
     """One token with so many alternatives, likely ones first."""
-    others: Sequence[int] = sorted(told, key=lambda at: -told[at])[:count]
+    others: Sequence[int] = sorted(logprobs, key=lambda at: -logprobs[at])[:count]
     return TokenLogprob(
         shown(token),
-        told.get(token),
-        [TokenLogprob(shown(at), told[at]) for at in others],
+        logprobs.get(token),
+        [TokenLogprob(shown(at), logprobs[at]) for at in others],
     )

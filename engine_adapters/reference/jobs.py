@@ -14,15 +14,15 @@ class RestoreJobs:
     """A restore in flight; it holds references to ``blocks`` and ``tail_blocks``.
 
     Attributes:
-        first_page: the first page of the request that it restores.
-        pages: how many it restores.
-        remote: how many of its ``pages``, the last ones, are at other nodes.
-        page_jobs: the restore of the pages of each rank; empty = there are none. Fewer than ranks =
-            the rest was refused.
-        tail_jobs: those of the prompt's unfilled last page.
-        tail_tokens: tokens in that page.
+        first_page: index of the first page of the request that it restores.
+        pages: number of pages that it restores.
+        remote: number of pages at the end of ``pages`` that are at other nodes.
+        page_jobs: restore of the pages of each rank; empty = there are none. Fewer than ranks = the
+            other restores were refused.
+        tail_jobs: restore of the prompt's unfilled last page, of each rank.
+        tail_tokens: tokens in this last page.
         deadline: when it is cancelled, monotonic seconds.
-        number: of this restore, among all of the engine.
+        number: number of this restore among all restores of the engine.
     """
 
     request: Request

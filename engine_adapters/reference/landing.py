@@ -42,10 +42,10 @@ class _Incoming:
 
     Attributes:
         receiver: None = there was no place for it.
-        blocks: those that were announced; it holds references to them.
+        blocks: announced blocks; it holds references to them.
         first_token: K/V of the tokens before it are not pushed.
-        present: of so many tokens K/V are there, besides those that are pushed.
-        is_restoring: the store loads some of them.
+        present: number of tokens whose K/V are there, besides the pushed ones.
+        is_restoring: whether the store loads some of the blocks.
         wrong: code of what is wrong with a push of which everything has arrived; empty = nothing.
     """
 
@@ -73,8 +73,8 @@ class Landed(NamedTuple):
     """The push of a request has ended, and it has its blocks for itself.
 
     Attributes:
-        tokens: the K/V of so many are in the pool.
-        pushed: so many of them were pushed.
+        tokens: number of tokens whose K/V are in the pool.
+        pushed: number of these tokens whose K/V were pushed.
         aux: what continues the request; None = the rest of the prompt is to be restored or
             computed.
     """

@@ -172,8 +172,8 @@ def _attend(
     Args:
         chunk: its rows are the first ``len(chunk.tokens)`` of ``query`` and ``out``.
         query: (rows, heads, head_dim).
-        context_keys: of the request's first blocks, (tokens, kv_heads, head_dim).
-        context_values: likewise.
+        context_keys: keys of the request's first blocks, (tokens, kv_heads, head_dim).
+        context_values: values of the request's first blocks, like ``context_keys``.
         ahead: (block_tokens * heads / kv_heads, block_tokens), bool: keys masked for a row.
         out: (rows, heads, head_dim); the result.
     """

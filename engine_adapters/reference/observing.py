@@ -121,8 +121,8 @@ class HandoffObserver:
 
     def _say(self, event: str, request: Request, **fields: Any) -> None:
         assert request.push is not None
-        told = {"request": request.id, "room": request.push.room}
-        self._write(event, {**told, "prompt_tokens": request.prompt_tokens, **fields})
+        ids = {"request": request.id, "room": request.push.room}
+        self._write(event, {**ids, "prompt_tokens": request.prompt_tokens, **fields})
 
     def _write(self, event: str, fields: dict[str, Any]) -> None:
         _log.info("%s", msgspec.json.encode({"event": event, **fields}).decode())

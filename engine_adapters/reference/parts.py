@@ -58,8 +58,8 @@ class EngineParts:
     Attributes:
         tree: None = nothing is kept of ended requests.
         store: None = no store.
-        queues: of pushed requests; None = there are none.
-        pushes: likewise.
+        queues: queues of pushed requests; None = there are none.
+        pushes: pushes of this engine; None = there are none.
         observer: writes events of pushes to the log; None = nobody does.
     """
 

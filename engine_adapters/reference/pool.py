@@ -44,7 +44,7 @@ class PagedPool:
         values: like ``keys``.
         block_tokens: tokens per block.
         ranks: divides the number of K/V heads.
-        shared: the memory of all of them, if a transport's own process has to map it.
+        shared: memory of all tensors, if a transport's own process has to map it.
     """
 
     def __init__(

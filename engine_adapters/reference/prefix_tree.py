@@ -127,7 +127,7 @@ class PrefixTree:
 
         Args:
             keys: keys from the start of the chain; pages already in the tree keep their blocks.
-            blocks: blocks of these pages in order; the caller has a reference to each.
+            blocks: blocks of all pages, in order; the caller has a reference to each.
         """
         assert len(blocks) == len(keys) * self._page_blocks, "blocks are not these pages"
         self._uses += 1

@@ -91,7 +91,7 @@ class Usage(msgspec.Struct):
     prompt_tokens_details: CachedTokens
 
 
-class Told(msgspec.Struct, kw_only=True):
+class AnswerFields(msgspec.Struct, kw_only=True):
     """What every answer, or chunk of a stream, tells; the later fields are only in the last one."""
 
     id: str
@@ -102,7 +102,7 @@ class Told(msgspec.Struct, kw_only=True):
     kv_transfer_params: Transfer | msgspec.UnsetType = msgspec.UNSET
 
 
-class Completion(Told, kw_only=True):
+class Completion(AnswerFields, kw_only=True):
     """The answer, or one chunk of a stream."""
 
     choices: list[Choice]
@@ -204,28 +204,28 @@ def _parameters(raw: msgspec.Raw, engine: Engine) -> tuple[Transfer, Push | None
         return NOTHING, None
     if not isinstance(parse(raw, _WithHandoff, name).handoff, str):
         return parse(raw, Transfer, name), None
-    told = parse(raw, PushParameters, name)
+    push = parse(raw, PushParameters, name)
     mode, here = engine.options.mode, "do_remote_decode"
     if engine.options.mode == "decode":
         here = "do_remote_prefill"
     checks = (
         ("push" in engine.handoff, "handoff", "this engine has no --handoff push"),
-        (getattr(told, here), here, f"must be true at a {mode} engine"),
+        (getattr(push, here), here, f"must be true at a {mode} engine"),
         (
-            told.do_remote_decode != told.do_remote_prefill,
+            push.do_remote_decode != push.do_remote_prefill,
             "do_remote_decode",
             "excludes do_remote_prefill",
         ),
-        (0 <= told.room <= ROOM_MAX, "room", "is not within 63 bits"),
-        (bool(told.registry) == (mode == "decode"), "registry", "decode needs it, nobody else"),
+        (0 <= push.room <= ROOM_MAX, "room", "is not within 63 bits"),
+        (bool(push.registry) == (mode == "decode"), "registry", "decode needs it, nobody else"),
     )
     for right, field, message in checks:
         if not right:
             raise BadRequestError(f"{name}.{field}: {message}")
     transfer = Transfer(
-        do_remote_decode=told.do_remote_decode, do_remote_prefill=told.do_remote_prefill
+        do_remote_decode=push.do_remote_decode, do_remote_prefill=push.do_remote_prefill
     )
-    return transfer, Push(told.room, told.registry)
+    return transfer, Push(push.room, push.registry)
 
 
 def _handoff(transfer: Transfer, prompt_tokens: int) -> Transfer:
@@ -254,11 +254,11 @@ def _handoff(transfer: Transfer, prompt_tokens: int) -> Transfer:
 
 def logprobs_in(output: Output, count: int) -> ChoiceLogprobs:
     """The log-probabilities of an output, with so many alternatives to each token."""
-    told = list(zip(output.tokens, output.logprobs, strict=True))
+    pairs = list(zip(output.tokens, output.logprobs, strict=True))
     return ChoiceLogprobs(
-        [shown(token) for token, _ in told],
-        [one.get(token) for token, one in told],
-        [{shown(at): one[at] for at in one} if count and one else None for _, one in told],
+        [shown(token) for token, _ in pairs],
+        [one.get(token) for token, one in pairs],
+        [{shown(at): one[at] for at in one} if count and one else None for _, one in pairs],
     )
 
 
@@ -293,7 +293,7 @@ def tells_ids(request: Request, output: Output) -> bool:
     return output.handoff is not None and request.to_handoff
 
 
-def tell_end(answer: Told, request: Request, output: Output) -> None:
+def tell_end(answer: AnswerFields, request: Request, output: Output) -> None:
     """Add what the last output of a request tells to its answer."""
     if output.finish_reason is not None:
         answer.usage = usage(request)

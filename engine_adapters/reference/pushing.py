@@ -30,7 +30,7 @@ class _Outgoing:
     """One push.
 
     Attributes:
-        blocks: those of the positions that were sent, or are being; it holds references to them.
+        blocks: blocks of the positions that were sent, or are being; it holds references to them.
         unsent: pieces that are computed, and are sent when the whole prompt is.
         is_stopped: it failed before everything was computed.
     """

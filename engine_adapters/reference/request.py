@@ -49,16 +49,16 @@ class Timings(msgspec.Struct):
     """Times of a request in seconds, and its cached tokens.
 
     Attributes:
-        queue_s: from arrival to admission.
-        push_s: of a decode engine: from admission to the end of the push.
-        restore_s: from admission to the end of lookup and restore.
-        compute_s: from there to the last token.
-        flush_s: wait of a prefill engine for the store at the end.
+        queue_s: seconds from arrival to admission.
+        push_s: seconds at a decode engine from admission to the end of the push.
+        restore_s: seconds from admission to the end of lookup and restore.
+        compute_s: seconds from there to the last token.
+        flush_s: seconds that a prefill engine waits for the store at the end.
         cached_tokens: tokens found in this engine's own prefix tree.
         restored_tokens: tokens restored from the store.
         pushed_tokens: tokens whose K/V a prefill engine pushed.
-        prefill_cached_tokens: of these and those before them, how many that engine had found in its
-            own prefix tree or in the store.
+        prefill_cached_tokens: number of the pushed tokens and the tokens before them that the
+            prefill engine had found in its own prefix tree or in the store.
         restored_bytes: bytes restored from the store.
     """
 
@@ -125,13 +125,13 @@ class Request:
         blocks: block table; covers whole pages; this request holds a reference to each.
         computed: K/V of the positions ``0..computed-1`` are in the pool.
         stored_pages: leading pages that are stored or being stored.
-        logprobs: alternatives whose log-probabilities are wanted, with that of each token; None =
-            none are.
-        first_logprobs: of the first output token, if they are wanted.
+        logprobs: number of alternatives to each token whose log-probabilities are wanted with the
+            token's own; None = no log-probabilities.
+        first_logprobs: log-probabilities of the first output token, if they are wanted.
         to_handoff: answer with a :class:`Transfer` when the store has the pages.
         from_handoff: transfer parameters of another engine's prefill.
         handoff_id: id of a handoff, once its tail page was submitted (or there is none).
-        tail_key: hex key of that tail page, if it is stored.
+        tail_key: hex key of the tail page, if it is stored.
         push: where a push of its K/V comes from or goes to; None = it has none.
         fake: of a warm-up that the engine makes itself; no request that has come has it.
         report: how the push went, once it has ended.

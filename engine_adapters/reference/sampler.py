@@ -78,7 +78,7 @@ def logprobs_of(logits: torch.Tensor, token: int, count: int) -> dict[int, float
     return {one: float(numbers[one]) for one in wanted}
 
 
-def are_logprobs(told: dict[int, float], token: int) -> bool:
+def are_logprobs(logprobs: dict[int, float], token: int) -> bool:
     """Whether these can be log-probabilities of a token and its alternatives, or are none."""
-    right = all(0 <= one < VOCAB_SIZE and number <= 0.0 for one, number in told.items())
-    return right and (not told or (token in told and len(told) <= LOGPROBS_MAX + 1))
+    right = all(0 <= one < VOCAB_SIZE and number <= 0.0 for one, number in logprobs.items())
+    return right and (not logprobs or (token in logprobs and len(logprobs) <= LOGPROBS_MAX + 1))

@@ -141,7 +141,8 @@ class Scheduler:
         Each gets blocks for all its tokens.
 
         Args:
-            until: of those that have never had blocks only those that arrived before.
+            until: latest arrival of a request that has never had blocks; later ones are not
+                admitted.
         """
         admitted: list[Request] = []
         while self._waiting and self.places:
@@ -166,7 +167,7 @@ class Scheduler:
 
         Args:
             request: has no blocks.
-            tokens: at least those of the request.
+            tokens: number of tokens; at least the tokens of the request.
             allows: asked with the number of blocks that are not shared; False = too few.
         """
         assert not request.blocks

@@ -150,7 +150,7 @@ class Server:
         )
 
     async def _handoffs(self, _: web.Request) -> web.Response:
-        told = [
+        handoffs = [
             {
                 "room": one.room,
                 "state": one.state.lower(),
@@ -160,7 +160,7 @@ class Server:
             }
             for one in self._engine.handoffs()
         ]
-        return web.json_response({"handoffs": told})
+        return web.json_response({"handoffs": handoffs})
 
     async def _kv_hashes(self, request: web.Request) -> web.Response:
         hashes = self._engine.kv_hashes(request.match_info["id"])
@@ -261,7 +261,7 @@ class _Answer:
         merged = last._replace(
             tokens=[token for output in outputs for token in output.tokens],
             text="".join(output.text for output in outputs),
-            logprobs=[told for output in outputs for told in output.logprobs],
+            logprobs=[by_token for output in outputs for by_token in output.logprobs],
         )
         body = msgspec.json.encode(self._answers.whole(merged))
         headers = {"X-Request-Id": self._request.id}

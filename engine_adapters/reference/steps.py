@@ -150,8 +150,8 @@ class Steps:
         self._parts.scheduler.computed(request, landed.tokens - request.computed)
         if self._parts.observer is not None:
             failed = aux is None
-            told = landed.tokens, landed.pushed
-            self._parts.observer.after_restore(request, *told, failed=failed)
+            counts = landed.tokens, landed.pushed
+            self._parts.observer.after_restore(request, *counts, failed=failed)
         if aux is None:
             return
         self._record_hashes(request)
@@ -232,10 +232,10 @@ class Steps:
                 self._store_full_pages(request, now)
                 continue
             token = sample(logits[row], request.sampling, len(request.tokens))
-            told: dict[int, float] = {}
+            logprobs: dict[int, float] = {}
             if request.logprobs is not None:
-                told = logprobs_of(logits[row], token, request.logprobs)
-            output = self._append(request, token, told)
+                logprobs = logprobs_of(logits[row], token, request.logprobs)
+            output = self._append(request, token, logprobs)
             if self._parts.observer is not None and not request.to_handoff:
                 self._parts.observer.decode_step(request, output.finish_reason)
             if output.finish_reason is not None:
@@ -258,10 +258,10 @@ class Steps:
         self, request: Request, token: int, logprobs: dict[int, float] | None = None
     ) -> Output:
         """Append an output token; the output has a finish reason if it is the last one."""
-        told = () if request.logprobs is None else (logprobs or {},)
-        if not request.output_tokens and told:
-            request.first_logprobs = told[0]
-        return self._output(request, token)._replace(logprobs=told)
+        entries = () if request.logprobs is None else (logprobs or {},)
+        if not request.output_tokens and entries:
+            request.first_logprobs = entries[0]
+        return self._output(request, token)._replace(logprobs=entries)
 
     def _output(self, request: Request, token: int) -> Output:
         request.tokens.append(token)

@@ -460,13 +460,13 @@ class StoreAdapter:
 
     def _count_troubles(self) -> None:
         """Count reads that became misses because of an error."""
-        told: Counter[str] = Counter()
+        totals: Counter[str] = Counter()
         for troubles in (self._store.troubles, self._shared.troubles, self._handoff.troubles):
             for code, count in list(troubles.items()):
-                told[code] += count
-        for code, count in told.items():
+                totals[code] += count
+        for code, count in totals.items():
             self._metrics.store_errors.labels(code).inc(count - self._troubles[code])
-        self._troubles = told
+        self._troubles = totals
 
     def _trouble(self, doing: str, error: KVStoreError) -> None:
         self._metrics.store_errors.labels(error.code).inc()

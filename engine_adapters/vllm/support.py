@@ -176,7 +176,7 @@ def check_groups(
 
     Args:
         groups: ``KVCacheConfig.kv_cache_groups``.
-        transferred: indices of those that vLLM lets a connector transfer.
+        transferred: indices of the groups that vLLM lets a connector transfer.
         drafts: the model has a draft layer that :func:`check_model` has taken.
 
     Raises:

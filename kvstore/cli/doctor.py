@@ -64,8 +64,8 @@ def run(
     Args:
         url: address of a node; the node need not run.
         token: token for the node; may be empty.
-        directory: directory for an SSD tier; None = those of the configuration, else those of the
-            node, else the working directory.
+        directory: directory for an SSD tier; None = the directories of the configuration, else of
+            the running node, else the working directory.
         config: configuration file of a node; the file and the environment override the settings of
             a running node.
         console: where the results are printed.
@@ -117,7 +117,7 @@ def examine(
     Args:
         directories: directories for an SSD tier; at least one.
         stats: statistics of the node of this machine; None = no node answers.
-        wanted: configuration of a node; None = that of the running node.
+        wanted: configuration of a node; None = the configuration of the running node.
         proc: where the process file system is.
         system: where sysfs is.
     """

@@ -83,12 +83,12 @@ def _membership(member: MembershipState | None) -> str:
 
 def _shared(shared: SharedDirectoryCounts) -> str:
     """A line about the directory in Redis."""
-    told = "all pages of this node are announced" if shared.current else "not announced yet"
+    status = "all pages of this node are announced" if shared.current else "not announced yet"
     if trouble := shared.trouble:
-        told = f"its last call failed ({trouble}), nodes may not find each other's pages"
+        status = f"its last call failed ({trouble}), nodes may not find each other's pages"
     why = f"; its own events cannot be followed: {shared.why}" if shared.why else ""
     return (
-        f"directory in Redis: {told}; {shared.waiting:,} wait, {shared.announced:,} were"
+        f"directory in Redis: {status}; {shared.waiting:,} wait, {shared.announced:,} were"
         f" announced; {shared.asked:,} questions answered"
         f"; unanswered: {_counts(shared.unanswered) or 'none'}"
         f"; faults: {_counts(shared.faults) or 'none'}{why}"

@@ -33,24 +33,24 @@ def peer_checks(
     Args:
         config: of the node; None = only what the running node knows is told.
         stats: statistics of the node, if it runs; None = no node answers.
-        settings: those that the running node tells, for its stores; None = it does not tell them.
-            Used without a configuration only.
+        settings: settings that the running node reports, for its stores; None = it does not report
+            them. Used without a configuration only.
     """
-    told: dict[str, NodeRow] = {}
+    reported: dict[str, NodeRow] = {}
     if stats is not None:
-        told = {one.name: one for one in node_list(stats).nodes}
+        reported = {one.name: one for one in node_list(stats).nodes}
     if config is None:
-        yield from (_seen(name, row) for name, row in told.items())
+        yield from (_seen(name, row) for name, row in reported.items())
         if stats is not None and stats.cluster is not None:
             yield from running_store_checks(settings)
         return
-    yield from _configured(config, told, runs=stats is not None)
+    yield from _configured(config, reported, runs=stats is not None)
 
 
 def _configured(
-    config: ServerConfig, told: Mapping[str, NodeRow], *, runs: bool
+    config: ServerConfig, reported: Mapping[str, NodeRow], *, runs: bool
 ) -> Iterator[Check]:
-    """Check what a configuration says, and the nodes that it names; ``told``: by a running node."""
+    """Check a configuration and the nodes that it names; ``reported``: those of a running node."""
     cluster = config.cluster
     if not cluster.name:
         return
@@ -66,7 +66,7 @@ def _configured(
         yield _mooncake(cluster)
     yield from store_checks(config)
     if cluster.membership != "local":
-        yield from (_seen(name, row) for name, row in told.items())
+        yield from (_seen(name, row) for name, row in reported.items())
         return
     others = cluster.others(config.node.name)
     if len(others) >= NODES_MAX:
@@ -76,8 +76,8 @@ def _configured(
         yield Check("cluster", "warn", "cluster.nodes names no other node", advice)
     runs = runs or is_open(read_address(cluster.listen))
     for name, place in others.items():
-        if name in told:
-            yield _seen(name, told[name])
+        if name in reported:
+            yield _seen(name, reported[name])
         else:
             yield _node(name, place, client, None if runs else greeting_of(config))
 

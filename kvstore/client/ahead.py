@@ -18,7 +18,7 @@ class ReservedSlot(NamedTuple):
 
     Attributes:
         put: the number under which it is reserved.
-        epoch: of the connection that has it.
+        epoch: epoch of the connection that has the slot.
         space: number of the space of its pages on that connection.
         shard: number of their shard.
         address: see :data:`kvstore.protocol.wire.ADDRESS`.

@@ -27,7 +27,7 @@ def check_answer(request: wire.Request, answer: wire.Answer) -> None:
     """Refuse an answer that does not match its request; a Failure always does.
 
     Raises:
-        ProtocolError: it is of another kind, or its numbers do not match those of the request.
+        ProtocolError: the answer has another type, or numbers that do not match the request.
     """
     if type(answer) is wire.Failure:
         return

@@ -39,7 +39,7 @@ class Connection:
 
     Args:
         path: the node's socket.
-        number: its number among the connections of its link.
+        number: number of the connection among its link's connections.
 
     Attributes:
         broken: why it cannot be used any more; empty = it can.
@@ -73,7 +73,7 @@ class Connection:
         """Send a request and wait for its answer, which may be a Failure.
 
         Args:
-            message: its ``id`` is set here.
+            message: the request; this method sets its ``id``.
             deadline: deadline on the clock of :func:`time.monotonic`.
 
         Raises:

@@ -52,7 +52,7 @@ class LoadState:
 
     Attributes:
         loaded: leading pages that are loaded.
-        may_wait: it may wait for a disk or for other nodes; otherwise it raises
+        may_wait: whether the load may wait for a disk or for other nodes; otherwise it raises
             :class:`~kvstore.client.jobs.MustWaitError` where it would.
     """
 
@@ -112,10 +112,10 @@ class Loader:
             keys: consecutive keys.
             target: destination in host memory.
             shard: index of the shard.
-            progress: for cancellation, and for waits for layers.
+            progress: progress of the job: its cancellation, and its waits for layers.
             order: page after page, or layer after layer (``segment``).
             at_once: maximum pages leased at a time.
-            state: where it begins, and whether it may wait.
+            state: where the load begins, and whether it may wait.
 
         Raises:
             MustWaitError: it must wait and may not; ``state`` says how far it is.
@@ -159,12 +159,12 @@ class Loader:
         Args:
             keys: consecutive keys.
             pool: a pool on a device.
-            table: its blocks, shape (pages, blocks of a page).
+            table: block table of the pages, shape (pages, blocks of a page).
             shard: index of the shard.
-            progress: for cancellation.
+            progress: progress of the job, which may be cancelled.
             order: ``segment`` = the engine waits for layers.
             at_once: maximum pages leased at a time.
-            state: where it begins, and whether it may wait.
+            state: where the load begins, and whether it may wait.
 
         Returns:
             The blocks, unless a slab on the same device serves them; and the load, which returns

@@ -43,7 +43,7 @@ class NodeLink(Protocol):
         """Send a request and wait for its answer.
 
         Args:
-            message: its ``id`` is set here.
+            message: the request; this method sets its ``id``.
             timeout_s: maximum wait.
             epoch: the connection that it is for; on another one it is not sent.
 
@@ -58,16 +58,16 @@ class NodeLink(Protocol):
         """Send requests of one connection together, and wait for their answers, in their order.
 
         Args:
-            messages: at least one; some hundred KB, and their answers too. No answer waits for
-                anything. Each ``id`` is set here.
-            timeout_s: maximum wait for all of them.
+            messages: at least one request; at most some hundred KB together, and so their answers.
+                No answer waits for anything. This method sets each ``id``.
+            timeout_s: maximum seconds until all answers have come.
             epoch: see :meth:`request`.
 
         Returns:
-            For each its answer, or the error with which the node refused.
+            For each request its answer, or the error with which the node refused it.
 
         Raises:
-            TransferTimeout, PeerUnreachable: not all were answered.
+            TransferTimeout, PeerUnreachable: not all requests were answered.
         """
 
     def send(self, message: wire.Request, epoch: int | None = None) -> None:

@@ -67,7 +67,7 @@ class Promotion:
 
         Args:
             pages: the set of pages.
-            keys: consecutive keys; some or all of them may be in the slab already.
+            keys: consecutive keys; some or all pages may be in the slab already.
             sources: addresses in host memory, shape (n,), uint64, n at least ``len(keys)``.
             digests: 16 bytes per page, at least for ``keys``.
             undo: the caller's clean-up; taken over if the copy runs in the background.

@@ -78,7 +78,7 @@ class Reconnecting:
         #: The first connection that broke while the node may have held something for it; 0 = none.
         self._first_lost = 0
         #: The number up to which ``settle`` was sent on the current connection.
-        self._told = 0
+        self._settle_sent = 0
         self._moves: set[StoreMove] = set()
         #: Memories of earlier boots that moves still use.
         self._retired: set[int] = set()
@@ -95,7 +95,7 @@ class Reconnecting:
         """Adopt connection ``number`` to a node of this boot; None = close it, it is not needed."""
         if self.closed or self.connected or number != self._dialled:
             return None
-        self.connection, self.connected, self._told = number, True, 0
+        self.connection, self.connected, self._settle_sent = number, True, 0
         unmap: tuple[int, ...] = ()
         if not self.memory or boot != self._boot:
             unmap = self._retire()
@@ -177,18 +177,18 @@ class Reconnecting:
         self.connected = False
         self.closed = self.closing
         self.memory, self._boot = 0, b""
-        self._first_lost = self._told = 0
+        self._first_lost = self._settle_sent = 0
         self._moves, self._retired = set(), set()
 
     def check(self) -> None:
         """Assert the invariants."""
-        assert self._told <= self.connection <= self._dialled
+        assert self._settle_sent <= self.connection <= self._dialled
         assert all(move.connection <= self.connection for move in self._moves)
         assert not self.closed or not self.connected
         used = {move.memory for move in self._moves}
         assert used - {self.memory} == self._retired
-        if self.connected and self._told:
-            assert all(move.connection >= self._told for move in self._moves)
+        if self.connected and self._settle_sent:
+            assert all(move.connection >= self._settle_sent for move in self._moves)
 
     # ---- internal ---------------------------------------------------------------------------
 
@@ -207,6 +207,7 @@ class Reconnecting:
         if not self.connected:
             return Effects(unmap=unmap)
         settled = min((move.connection for move in self._moves), default=self.connection)
-        settle = settled if self._first_lost and settled > max(self._told, self._first_lost) else 0
-        self._told = settle or self._told
+        is_new = settled > max(self._settle_sent, self._first_lost)
+        settle = settled if self._first_lost and is_new else 0
+        self._settle_sent = settle or self._settle_sent
         return Effects(settle, unmap, self.closing and not self._moves)

@@ -40,7 +40,7 @@ class StoreResources:
         troubles: error code → how many reads became a miss because of it.
         load_bytes_per_s: speed of loads from the node's memory, as its loaders measured it.
         disk_bytes_per_s: speed of the node's reads from disk to memory, likewise.
-        waits: how many loads waited for the disk or for other nodes.
+        waits: number of loads that waited for the disk or for other nodes.
         promotion: the device slab; None = no slab, or a forked child.
         devices: KV pools on devices.
     """

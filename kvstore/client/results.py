@@ -59,7 +59,7 @@ class RestoreResult(NamedTuple):
     Attributes:
         pages: number of leading pages whose blocks now hold verified KV; the blocks of the other
             pages hold nothing valid.
-        size_bytes: total size of those pages.
+        size_bytes: total size of these leading pages.
         seconds: time from the job's submission to its end.
     """
 

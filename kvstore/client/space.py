@@ -88,10 +88,9 @@ class Space:
         are pending.
 
         Args:
-            keys: from the start of the chain.
+            keys: prefix keys from the start of the chain.
             shards: indexes of the shards that must have a page; None = all.
-            wait_s: how long to wait, in seconds, while more of the prefix is being written; at
-                most 60.
+            wait_s: maximum seconds to wait while more of the prefix is being written; at most 60.
             holder: name of a node (:attr:`KVStore.node_name`) that has pages of this prefix, as far
                 as the caller knows. It saves this node a query to the directory. A wrong name is
                 harmless: pages that the other node does not have are misses.
@@ -147,7 +146,7 @@ class Space:
             keys: one key for each page.
             pages: C-contiguous buffers of ``page_bytes[shard]`` bytes each. They are copied; the
                 caller must not change them until this returns, and may reuse them after that.
-            shard: the shard of all these pages.
+            shard: index of the shard to which all pages belong.
             ttl_s: the pages expire after this many seconds; 0 = never. Such pages are never
                 written to an SSD.
             read_once: the pages are dropped after their first read and are never written to an SSD.
@@ -200,7 +199,7 @@ class Space:
         Args:
             keys: the pages, stored before.
             replicas: number of nodes that should have them, this node included: 1 to 16.
-            shard: the shard of these pages.
+            shard: index of the shard to which the pages belong.
 
         Raises:
             TooFewCopies: fewer nodes have them; ``copies`` says how many. Retryable.
@@ -242,7 +241,7 @@ class Space:
 
         Args:
             keys: the pages, stored before.
-            shard: the shard of these pages.
+            shard: index of the shard to which the pages belong.
 
         Raises:
             CapacityError: some pages are not stored, or the disk has no room now. Retryable.
@@ -273,10 +272,10 @@ class Space:
         is away, nothing is kept.
 
         Args:
-            keys: from the start of the chain; pages that are not stored yet, and all after them,
-                are not kept.
+            keys: prefix keys from the start of the chain; pages that are not stored yet, and all
+                after them, are not kept.
             name: name of the conversation, 1 to 256 characters.
-            ttl_s: how long to keep the pages from now on, in seconds: more than 0 and at most ten
+            ttl_s: seconds for which to keep the pages from now on: more than 0 and at most ten
                 years. The node limits it to ``admin.conversations_s_max``, by default a day.
             bytes_max: maximum bytes of the conversation in all shards; 0 = no limit of its own.
 
@@ -463,7 +462,7 @@ class Space:
             blocks: block numbers, integers of any shape, in page order:
                 ``pool.blocks_per_page(page_bytes[shard])`` for each key.
             keys: one key for each page.
-            shard: the shard of these pages.
+            shard: index of the shard to which the pages belong.
             ttl_s: see :meth:`put`.
             read_once: see :meth:`put`.
             no_store: see :meth:`put`.

@@ -52,7 +52,7 @@ class Storer:
     """The puts of one space.
 
     Args:
-        resources: of its store.
+        resources: resources of the store.
         pages: the pages of each shard.
         numbers: the numbers of the space and its shards on a connection.
     """

@@ -89,7 +89,7 @@ class AskedDirectory:
             shards: the shards.
             key: its key.
             found: called once, at once or within :data:`ANSWER_S`: node → positions in ``shards``
-                of those that it has.
+                of the shards that it has.
         """
         held: dict[str, list[int]] = {}
         left = len(shards)
@@ -107,19 +107,19 @@ class AskedDirectory:
         if not shards:
             found({})
 
-    def heard(self, told: HoldingsFound | DirectoryReport) -> None:
+    def heard(self, message: HoldingsFound | DirectoryReport) -> None:
         """A message of the process."""
         self._unanswered = 0
-        if isinstance(told, DirectoryReport):
-            self._report, self._reported_s = told, monotonic()
+        if isinstance(message, DirectoryReport):
+            self._report, self._reported_s = message, monotonic()
             return
-        waiting = self._waiting.pop(told.number, None)
+        waiting = self._waiting.pop(message.number, None)
         if waiting is None:
             self._counts["late"] += 1
             return
         found, timer = waiting
         timer.cancel()
-        found([Holding(peer, pages) for peer, boot, pages in told.holdings
+        found([Holding(peer, pages) for peer, boot, pages in message.holdings
                if pages > 0 and self._counts_as(peer, boot)])  # fmt: skip
 
     def began(self) -> None:

@@ -53,7 +53,7 @@ class CopyEnd(NamedTuple):
 
     Attributes:
         pages: how many consecutive pages from the first wanted one on the other node has.
-        complete: these are all.
+        complete: whether these pages are all wanted pages.
         error: why not all; None = the other node has no room for more, or cannot get them.
     """
 

@@ -106,7 +106,7 @@ class PeersDirectory:
         Args:
             at: number of pages looked up already.
             asked: the query.
-            before: the nodes that have at least one of these, and how many.
+            before: nodes that have at least one of these pages, and how many.
             found: see :meth:`locate`.
         """
         end = at + TURN_KEYS
@@ -132,7 +132,7 @@ class PeersDirectory:
             identity: its space.
             shards: the shards.
             key: its key.
-            found: called once, at once: node → positions in ``shards`` of those that it has.
+            found: called once, at once: node → positions in ``shards`` of the shards that it has.
         """
         held: dict[str, list[int]] = {}
         for at, shard in enumerate(shards):

@@ -21,7 +21,7 @@ class LocalNode:
 
     Attributes:
         cluster: name of the cluster; equal on all its nodes.
-        name: name of the node; different on all of them.
+        name: name of the node; no two nodes of a cluster have the same.
         boot: 16 bytes that differ at every start.
         scheme: how it computes keys and digests of pages; equal on all nodes of a cluster.
     """
@@ -45,7 +45,7 @@ class LocalNode:
 
         Args:
             hello: the message.
-            knows: whether the cluster has a node of that name.
+            knows: whether the cluster has a node of the given name.
 
         Raises:
             InvalidArgument: it must not have a session; ``field`` names the difference.

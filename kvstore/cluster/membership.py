@@ -49,7 +49,7 @@ def used_nodes(
     Args:
         nodes: of the membership.
         own: name of the node.
-        known: names of those that it used before.
+        known: names of the nodes that it used before.
     """
     used = known_first(nodes, own, known)[: STORE_NODES_MAX - 1]
     return {name: nodes[name] for name in (*used, *([own] if own in nodes else []))}
@@ -95,12 +95,12 @@ class _Nodes:
 
     async def watch(self) -> AsyncGenerator[Mapping[str, NodeRecord], None]:
         """See :meth:`Membership.watch`."""
-        told: dict[str, NodeRecord] | None = None
+        last: dict[str, NodeRecord] | None = None
         while True:
-            while self.present == told:
+            while self.present == last:
                 await self._changed.wait()
-            told = self.present
-            yield told
+            last = self.present
+            yield last
 
 
 class LocalMembership:
@@ -184,16 +184,16 @@ class StoreMembership:
         if self._own is not None:
             self._tell(Join(self._own, sorted(self._nodes.present)))
 
-    def heard(self, told: NodesFound) -> None:
+    def heard(self, message: NodesFound) -> None:
         """A message of the index process."""
-        self._stand(told.standing)
+        self._stand(message.standing)
         own = self._own
         if own is None:
             return
-        if told.standing.state == "refused":
+        if message.standing.state == "refused":
             self._nodes.set({})
-        elif told.standing.state == "joined" and self._is_own(told.nodes.get(own.name)):
-            self._nodes.set(used_nodes(told.nodes, own.name, self._nodes.present))
+        elif message.standing.state == "joined" and self._is_own(message.nodes.get(own.name)):
+            self._nodes.set(used_nodes(message.nodes, own.name, self._nodes.present))
 
     def knows(self, name: str) -> bool:  # noqa: ARG002
         """Whether another node of that name may be served.

@@ -274,15 +274,15 @@ class RedisPages:
         for start in range(0, max(map(len, shards), default=0), step):
             parts = [names[start : start + step] for names in shards]
             arguments: list[Any] = [NAME_BYTES, *parts]
-            told = _read(await self._call(_FIND, [self._holder], arguments), _Found)
+            reply = _read(await self._call(_FIND, [self._holder], arguments), _Found)
             try:
-                for number, node, boot in told.holders:
+                for number, node, boot in reply.holders:
                     holders[int(number)] = NumberHolder(node.decode(), bytes.fromhex(boot.decode()))
             except ValueError as error:  # it is no text
                 raise DirectoryFault("refused", "a holder's record cannot be read") from error
-            if len(told.shards) != len(parts):
+            if len(reply.shards) != len(parts):
                 raise DirectoryFault("refused", f"Redis: {_NOT_ASKED}")
-            for shard, names, counts in zip(runs, parts, told.shards, strict=True):
+            for shard, names, counts in zip(runs, parts, reply.shards, strict=True):
                 shard += _runs(counts, len(names) // NAME_BYTES)
         return FoundEntries(runs, holders)
 
@@ -332,7 +332,7 @@ def _read(answer: Any, kind: type[_T]) -> _T:
         raise DirectoryFault("refused", f"Redis: {_NOT_ASKED}: {error}") from error
 
 
-def _runs(told: Sequence[int | bytes], pages: int) -> list[tuple[int, str]]:
+def _runs(reply: Sequence[int | bytes], pages: int) -> list[tuple[int, str]]:
     """How many consecutive pages have which text.
 
     Raises:
@@ -340,9 +340,9 @@ def _runs(told: Sequence[int | bytes], pages: int) -> list[tuple[int, str]]:
     """
     runs = [
         (count, text.decode("ascii", "replace"))
-        for count, text in zip(told[::2], told[1::2], strict=False)
+        for count, text in zip(reply[::2], reply[1::2], strict=False)
         if isinstance(count, int) and isinstance(text, bytes) and count > 0
     ]
-    if len(told) != 2 * len(runs) or sum(count for count, _ in runs) != pages:
+    if len(reply) != 2 * len(runs) or sum(count for count, _ in runs) != pages:
         raise DirectoryFault("refused", f"Redis: {_NOT_ASKED}")
     return runs

@@ -165,10 +165,10 @@ class RedisStore:
         last: dict[str, bytes] | None = None
         names, prefix = f"{self._prefix}nodes", f"{self._prefix}node:"
         while True:
-            told = await self._eval(
+            reply = await self._eval(
                 _LIST, 2, names, prefix, RECORDS_MAX, RECORD_BYTES_MAX + 1, *self._first()
             )
-            found = _read(told, list[bytes])
+            found = _read(reply, list[bytes])
             if len(found) % 2:
                 raise PeerUnreachable(f"Redis: {_NOT_ASKED}")
             records = {

@@ -347,7 +347,7 @@ class PeerSession:
             rest or pages > len(fetch.job.slots)
             or len(answer.addresses) != pages * _ADDRESS_BYTES
             or len(answer.ticket) != (TICKET_BYTES if pages else 0)
-            or any(len(told) != pages * PLACE_BYTES for _, told in answer.places.values())
+            or any(len(places) != pages * PLACE_BYTES for _, places in answer.places.values())
             or len(answer.kept) not in (0, pages * wire.KEPT.itemsize)
         ):  # fmt: skip
             self._close("protocol", "the parts of a lease do not match each other")

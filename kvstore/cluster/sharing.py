@@ -120,17 +120,17 @@ class PageQuestions:
     async def _answer_each(self) -> None:
         while True:
             since, question = await self._waiting.get()
-            told = HoldingsFound(question.number, [])
+            answer = HoldingsFound(question.number, [])
             try:
                 async with asyncio.timeout(since + ASK_S - monotonic()):
-                    told = await self._answer(question)
+                    answer = await self._answer(question)
             except DirectoryFault as fault:
                 self._log.note(fault.cause, str(fault))
             except TimeoutError:
                 self._log.note("late", f"a question was not answered within {ASK_S} s")
             else:
                 self.asked += 1
-            self._tell(told)
+            self._tell(answer)
 
     async def _answer(self, question: AskPages) -> HoldingsFound:
         """Look pages up.

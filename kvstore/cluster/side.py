@@ -388,6 +388,6 @@ class Peers:
             self._time.later(0.0, self._tell)
 
     def _tell(self) -> None:
-        told, self._completions = self._completions, deque()
-        for completion in told:
+        completions, self._completions = self._completions, deque()
+        for completion in completions:
             completion()

@@ -26,12 +26,12 @@ def reached(endpoint: str, host: str) -> str:
     return f"{host}{endpoint}" if endpoint.startswith(":") else endpoint
 
 
-def offered(own: Sequence[str], told: Mapping[str, str], host: str) -> dict[str, str]:
+def offered(own: Sequence[str], advertised: Mapping[str, str], host: str) -> dict[str, str]:
     """Endpoint of each transport of both nodes, the preferred one first."""
-    return {name: reached(told[name], host) for name in own if told.get(name)}
+    return {name: reached(advertised[name], host) for name in own if advertised.get(name)}
 
 
 def ways_of(lent: wire.Lent, endpoints: Mapping[str, str], host: str) -> tuple[Way, ...]:
     """The ways to the pages of a lease, the preferred one first."""
-    told = {name: lent.places.get(name, (known, b"")) for name, known in endpoints.items()}
-    return tuple(Way(name, reached(at, host), places) for name, (at, places) in told.items())
+    sources = {name: lent.places.get(name, (known, b"")) for name, known in endpoints.items()}
+    return tuple(Way(name, reached(at, host), places) for name, (at, places) in sources.items())

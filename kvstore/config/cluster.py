@@ -23,7 +23,7 @@ class ClusterConfig(Section, frozen=True):
             beyond loopback it needs certificates.
         transfer_listen: ``host:port`` at which other nodes read the bytes of pages; likewise.
         advertise: ``host:port`` of ``listen`` as other nodes reach it; empty = ``listen``. Port 0 =
-            that of ``listen``.
+            the port of ``listen``.
         membership: where the nodes of the cluster are known: ``local`` = in ``nodes``, ``etcd`` =
             in the etcd of section ``etcd``, ``redis`` = in the Redis of section ``redis``.
         directory: how a node knows which pages the others have: ``peers`` = it follows the events
@@ -34,14 +34,14 @@ class ClusterConfig(Section, frozen=True):
         certificate: PEM file with this node's certificate; empty = no TLS. Whoever has a
             certificate of the authority can read every tenant's pages.
         key: PEM file with its private key, not encrypted.
-        authority: PEM file with the certificate of the authority that signs those of all nodes,
-            and no others.
+        authority: PEM file with the certificate of the authority that signs the certificates of all
+            nodes, and no others.
         transports: how the bytes of pages are read from other nodes, the preferred one first: two
             nodes use the first of the reader's that the owner has too. ``mooncake`` needs the extra
             ``mooncake`` or ``mooncake-cuda``; ``tcp`` must be among them.
-        rdma_tenants: tenants whose pages may be read through ``mooncake``; those of others are read
-            through ``tcp``. Mooncake has neither tickets nor certificates: whoever reaches its
-            ports can read and write all memory of these tenants.
+        rdma_tenants: tenants whose pages may be read through ``mooncake``; pages of other tenants
+            are read through ``tcp``. Mooncake has neither tickets nor certificates: whoever reaches
+            its ports can read and write all memory of these tenants.
         mooncake_protocol: ``rdma``; ``tcp`` is for tests, and slower than the transport ``tcp``.
         in_flight_bytes_max: the most bytes of pages that are being fetched from other nodes at a
             time.

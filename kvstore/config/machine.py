@@ -105,8 +105,8 @@ def cgroup_limits(proc: Path, system: Path, *, high: bool = False) -> list[tuple
     Args:
         proc: where the process file system is.
         system: where sysfs is.
-        high: return the limits at which a process is throttled, instead of those at which it is
-            killed.
+        high: return the limits at which a process is throttled, instead of the limits at which it
+            is killed.
     """
     limits: list[tuple[int, Path]] = []
     for line in read(proc / "self/cgroup").splitlines():

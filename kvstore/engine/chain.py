@@ -21,7 +21,7 @@ class Chain:
         """Hash new pages.
 
         Args:
-            tokens: all tokens of the request; those of earlier calls come first, unchanged.
+            tokens: all tokens of the request; the tokens of earlier calls come first, unchanged.
 
         Returns:
             Keys of all full pages.
@@ -102,7 +102,7 @@ def chain_of(
     """The chain of a request that has no keys yet.
 
     Args:
-        setup: of its engine.
+        setup: setup of the request's engine.
         names: what identifies the KV of its prompt besides the tokens.
         epoch: (kind, value) pairs of the engine's weights, if they have changed.
     """

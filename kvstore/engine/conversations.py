@@ -33,7 +33,7 @@ class RetainedConversations:
         """A request has ended.
 
         Args:
-            request_id: its id, for :meth:`advance`.
+            request_id: id of the request, for :meth:`advance`.
             request: its ``session_id``, if it has such an attribute and a value, names the
                 conversation; otherwise nothing is kept.
             stored: returns its pages that are stored, or are being stored; called only if they are

@@ -107,7 +107,7 @@ class DraftBlocks:
         """The first run of pages from ``first`` to ``end`` whose blocks are all right.
 
         Args:
-            progress: of the request, for its blocks.
+            progress: progress of the request, for its blocks.
             state: the request.
             first: index of a page.
             end: index after the last one.

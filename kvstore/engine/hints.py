@@ -27,8 +27,8 @@ class FetchPayload(msgspec.Struct, frozen=True):
 
     Attributes:
         source_control_endpoint: ``kvstore://`` and the name of a node.
-        block_hashes: of leading pages of the prompt that it has: the first 8 bytes of their keys,
-            little-endian, as numbers.
+        block_hashes: hashes of the prompt's leading pages that the node has: the first 8 bytes of
+            their keys, little-endian, as numbers.
         mode: ``copy``: the node keeps its pages.
     """
 
@@ -52,8 +52,8 @@ class FetchHint(NamedTuple):
     """Pages of a prompt that another node has.
 
     Attributes:
-        node: its name; empty = no hint.
-        hashes: of the leading pages.
+        node: name of the node; empty = no hint.
+        hashes: hashes of the leading pages.
     """
 
     node: str = ""
@@ -74,7 +74,7 @@ def read_hints(request: Request, counts: AdapterCounts) -> FetchHint:
 
     Args:
         request: has an envelope, as ``kv_hints`` or in its ``kv_transfer_params``.
-        counts: of the adapter; counts requests with a hint, and ignored hints.
+        counts: counts of the adapter; counts requests with a hint, and ignored hints.
     """
     found = getattr(request, "kv_hints", None)
     if found is None:

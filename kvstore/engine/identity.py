@@ -27,11 +27,11 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     """One of the engine's KV cache groups: layers that share a block table.
 
     Attributes:
-        index: its index in the engine's block tables.
-        layers: number of its layers, those of all pipeline stages together.
+        index: index of the group in the engine's block tables.
+        layers: number of the group's layers, over all pipeline stages.
         block_tokens: tokens per block.
         block_bytes: bytes of one block of one layer on one rank.
-        kv_heads: KV heads of the model, those of all ranks together; 1 for latents (MLA).
+        kv_heads: KV heads of the model, over all ranks; 1 for latents (MLA).
         window_tokens: sliding window; 0 = all tokens before are needed.
         state: a block has no KV of its tokens, but one state (Mamba, linear attention) after its
             last token, or after fewer if the engine has not got there; a page is one block, and a
@@ -51,7 +51,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The facts about an engine that determine its KV.
 
     Attributes:
-        engine: its name; engines with other names do not share its blocks.
+        engine: name of the engine's program; engines with other names do not share its blocks.
         model: name or path of the model.
         revision: identifies the weights.
         kv_dtype: torch's name of the element type in the KV tensors.
@@ -110,8 +110,8 @@ class Covered(NamedTuple):
     """A shard that a rank holds.
 
     Attributes:
-        shard: its index in :func:`shard_specs`.
-        held: its heads, and the rank's turn to write pages.
+        shard: index of the shard in :func:`shard_specs`.
+        held: the shard's heads at the rank, and the rank's turn to write pages.
     """
 
     shard: int
@@ -137,10 +137,10 @@ def cover(facts: EngineFacts, rank: int, group: int, stage: int = 0) -> list[Cov
     """The shards that a rank holds of a group, in the order of its heads.
 
     Args:
-        facts: of the engine.
-        rank: among those of tensor parallelism.
-        group: index in ``facts.groups``.
-        stage: of the pipeline.
+        facts: facts of the engine.
+        rank: rank in the tensor-parallel group, from 0.
+        group: index of the KV cache group in ``facts.groups``.
+        stage: pipeline stage of the rank, from 0.
     """
     counts = [len(facts.split(one).groups()) for one in facts.groups]
     first = stage * sum(counts) + sum(counts[:group])
@@ -194,9 +194,9 @@ def lora_parts(name: str, path: str, weights: str) -> tuple[tuple[str, str], ...
     """The parts of a chain's seed for a LoRA adapter.
 
     Args:
-        name: its name.
-        path: where the engine has loaded it from.
-        weights: its :func:`kvstore.engine.requests.weights_fingerprint`.
+        name: name of the adapter.
+        path: path from which the engine has loaded the adapter.
+        weights: :func:`kvstore.engine.requests.weights_fingerprint` of the adapter.
     """
     return (("lora", name), ("lora_path", path), ("lora_files", weights))
 

@@ -73,17 +73,16 @@ class HitOffer(NamedTuple):
 
     Attributes:
         parts: the pages beyond the engine's own, by tier, in order.
-        tokens: tokens gained by loading all of them: the engine may have the first page in part.
+        tokens: tokens gained by loading all pages: the engine may have the first page in part.
         computed: leading tokens that the engine has.
         page_tokens: tokens per page.
         backlog: tokens of prompts that the engine computes before this one.
-        backlog_before: mean number of tokens before those in their prompts.
-        divisible: any number of leading pages can be loaded. Otherwise only those of a lookup's
-        answer: all of this node's pages, or those of other nodes too. If a group of the engine
-            needs only the last pages of a hit (windows, states), it may have none at the end of a
-            part.
-        promised: another engine has just computed them for this request, so that this engine need
-        not: none of it is computed only for a measurement.
+        backlog_before: mean number of tokens before the backlog's tokens in their prompts.
+        divisible: any number of leading pages can be loaded. Otherwise only all pages of this node,
+            or the whole hit with the pages of other nodes: a group of the engine that needs only
+            the last pages of a hit (windows, states) may have none at the end of a part.
+        promised: another engine has just computed the pages for this request, so that this engine
+            need not: no page is computed only for a measurement.
     """
 
     parts: tuple[TierPart, ...]
@@ -138,7 +137,7 @@ class Choice(NamedTuple):
             again; ``stretch``: to measure computing more tokens than ever; ``always``: as the
             options say; ``no_room``: too many loads, for too long.
         pages: leading pages to load.
-        load_s: expected seconds of that load; of all pages if none is loaded.
+        load_s: expected seconds to load these pages; to load all pages if none is loaded.
         compute_s: expected seconds to compute the loaded part instead, after the backlog; of all
             tokens if nothing is loaded. Infinite while unknown.
     """
@@ -170,9 +169,10 @@ def offer_of(
         computed: leading tokens that the engine has.
         page_tokens: tokens per page.
         page_bytes: bytes of a page on all ranks.
-        backlog: from :meth:`PromptsAhead.beside`.
+        backlog: tokens of the backlog and mean tokens before them, from
+            :meth:`PromptsAhead.beside`.
         divisible: see :class:`HitOffer`.
-        promised: the same.
+        promised: see :class:`HitOffer`.
     """
     first = computed // page_tokens
     here = max(0, hit.pages - first)

@@ -39,8 +39,8 @@ class _Flight(NamedTuple):
     """An unfinished load.
 
     Attributes:
-        terms: for each of its tiers, the terms of the fit.
-        expected: for each of its tiers, the expected seconds.
+        terms: terms of the fit, for each tier of the load.
+        expected: expected seconds, for each tier of the load.
     """
 
     began: float
@@ -132,8 +132,8 @@ class LoadCosts:
         """A load starts.
 
         Args:
-            job: its number.
-            parts: how many pages of each part it loads.
+            job: number of the job.
+            parts: number of pages of each part that the job loads.
             now: monotonic seconds.
         """
         terms: dict[str, tuple[float, float, float]] = {}
@@ -159,8 +159,8 @@ class LoadCosts:
         """A load has ended.
 
         Args:
-            job: its number; an unknown one is ignored.
-            seconds: from its submission to its end; 0.0 = not measured.
+            job: number of the job; an unknown one is ignored.
+            seconds: seconds from the job's submission to its end; 0.0 = not measured.
             whole: all pages were loaded. Otherwise nothing is learned: a failure takes any time.
 
         Returns:

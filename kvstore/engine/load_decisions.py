@@ -19,8 +19,8 @@ class RequestLoad:
         asked: the hit; None = there is no pending decision.
         choice: the choice for it.
         tiers: the tiers from which it waits to load.
-        room_since: when its wait for room started.
-        room_until: when that wait ends; it waits for room once per load.
+        room_since: time at which the request began to wait for room.
+        room_until: time at which the wait for room ends; a request waits for room once per load.
     """
 
     asked: HitOffer | None = None

@@ -15,9 +15,9 @@ class Blocks(NamedTuple):
 
     Attributes:
         group: index of the group in ``EngineFacts.groups``.
-        first: index of the first of these pages in the job's keys.
-        blocks: block numbers, those of a page together. 0 is the engine's null block, which is
-            never read: it takes bytes that are not needed.
+        first: index of the first page in the job's keys.
+        blocks: block numbers in page order. 0 is the engine's null block, which is never read: it
+            takes bytes that are not needed.
     """
 
     group: int
@@ -40,7 +40,7 @@ class Store(NamedTuple):
     """Pages to store from blocks that are complete after this step.
 
     Attributes:
-        page: number of the first of them in its prompt.
+        page: number of the first page in its prompt, from 0.
     """
 
     job: int
@@ -67,9 +67,9 @@ class End(NamedTuple):
     """The end of a job on the ranks that have reported.
 
     Attributes:
-        ranks: number of these ranks.
-        pages: leading pages that succeeded on all of them.
-        seconds: the longest time from submission to end on one of them; 0.0 = not measured.
+        ranks: number of ranks that have reported.
+        pages: leading pages that succeeded on all these ranks.
+        seconds: the longest time from submission to end on one rank; 0.0 = not measured.
     """
 
     ranks: int

@@ -44,8 +44,8 @@ class Retain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     Attributes:
         seconds: 0 = only as long as the eviction policy does.
-        bytes: what one conversation may take on the node, on all ranks together; 0 = no limit of
-            its own.
+        bytes: maximum bytes that one conversation may take on the node, on all ranks together; 0 =
+            no limit of its own.
     """
 
     seconds: Annotated[float, msgspec.Meta(ge=0, le=366 * 86_400)] = 0.0
@@ -67,17 +67,17 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             timeout all lookups are misses until the node answers again.
         load_timeout_ms: maximum time that a request waits for its pages; less if computing them
             would take less.
-        load_timeout_ms_min: lower limit of that time.
+        load_timeout_ms_min: lower limit of the time that a request waits for its pages.
         room_wait_ms: maximum time that a request waits to start its load while too many are in
             progress; then it is computed.
         loads: ``faster``: load or compute, whichever is measured to be faster; ``always``: load all
             pages of a hit, to spare the engine; ``never``: only store.
         load: ``async``: requests wait outside of the engine's step; ``layerwise``: the step waits
-            before each layer for the KV of that layer.
+            before each layer for that layer's KV.
         store_output: also store pages with output tokens.
         retain: keeps the pages of requests with a session id (a conversation) for a time.
-        device_slab_bytes: memory of each worker for copies of pages it has loaded, so that the next
-            load of them does not use the node; 0 = none.
+        device_slab_bytes: bytes of each worker's memory for copies of pages it has loaded, so that
+            the next load of these pages does not use the node; 0 = none.
     """
 
     address: str = ADDRESS

@@ -34,7 +34,7 @@ class Pace:
 
         Args:
             tokens: number of computed tokens.
-            seconds: its duration.
+            seconds: duration of the step in seconds.
             pairs: the number of tokens before each of its tokens, added up.
 
         Returns:
@@ -52,8 +52,8 @@ class Pace:
         """Estimated seconds to compute ``tokens``; infinite while unknown.
 
         Args:
-            tokens: computed in steps as large as the largest recent one.
-            before: number of tokens before the first of them.
+            tokens: number of tokens, computed in steps as large as the largest recent step.
+            before: number of tokens of the prompt before these tokens.
         """
         if not self.seconds_per_token:
             return float("inf")

@@ -32,7 +32,7 @@ class PendingWait:
 
         Args:
             now: monotonic seconds.
-            wait_s: duration of the whole wait; only that of the first call is used.
+            wait_s: seconds of the whole wait; only the value of the first call is used.
         """
         if self._until is None:
             self._until = now + wait_s

@@ -20,10 +20,10 @@ class HeldShard(NamedTuple):
     """A shard, as seen by one of the ranks that hold it.
 
     Attributes:
-        heads: half-open range of its KV heads among those of the rank.
+        heads: half-open range of the shard's KV heads among the rank's KV heads.
         number: number of its head group.
         copies: number of ranks that hold it.
-        turn: this rank's number among those; 0 to ``copies`` - 1.
+        turn: this rank's number among the ranks that hold it; 0 to ``copies`` - 1.
     """
 
     heads: tuple[int, int]
@@ -35,11 +35,11 @@ class HeldShard(NamedTuple):
         """Which of consecutive pages this rank writes: those whose number is its turn.
 
         Args:
-            first: number of the first of them in its prompt, starting at 0.
-            count: number of these pages.
+            first: number of the first page in its prompt, starting at 0.
+            count: number of pages.
 
         Returns:
-            Their indexes, from 0 to ``count`` - 1.
+            Indexes of the pages to write, from 0 to ``count`` - 1.
         """
         return range((self.turn - first) % self.copies, count, self.copies)
 

@@ -70,7 +70,7 @@ class ScheduledRequest(NamedTuple):
         tokens: tokens whose KV is in its blocks after this step.
         blocks: its block table, by the engine's group index.
         begin: maximum tokens whose KV was there before this step.
-        written: end of the positions that this step writes, those of drafts included.
+        written: end of the positions that this step writes, drafts included.
         starts: its first step with these blocks.
     """
 
@@ -93,7 +93,7 @@ class Setup(NamedTuple):
     """The properties of an engine.
 
     Attributes:
-        engine: its name, as in ``EngineFacts.engine``.
+        engine: name of the engine, as in ``EngineFacts.engine``.
         groups: the KV groups that are stored.
         page_tokens: tokens per page.
         hash_tokens: tokens per block that the engine hashes.
@@ -104,8 +104,8 @@ class Setup(NamedTuple):
             loaded block. Otherwise the last token is left to the engine. This is required if the
             engine discards earlier KV or states (windows, chunked attention, states), because that
             token needs the KV or state one token further back.
-        drafts: its KV includes that of a draft layer, which depends on the next token. It has one
-            group then.
+        drafts: the engine's KV includes the KV of a draft layer, which depends on the next token.
+            Such an engine has one group.
     """
 
     engine: str

@@ -245,9 +245,9 @@ class SchedulerSide:
         """Return the jobs that the workers start in this step.
 
         Args:
-            scheduled: its requests.
-            tokens: total number of tokens computed in it.
-            decoded: those of them that are decoded, including speculative ones.
+            scheduled: the requests of the step.
+            tokens: number of tokens that the step computes.
+            decoded: number of decoded tokens among these, including speculative tokens.
             drafted: the engine's draft layer runs in this step, if it has one.
         """
         loads, self._loads = self._loads, []

@@ -17,11 +17,11 @@ def source_blocks(
     have the states of fewer tokens than their pages.
 
     Args:
-        setup: of the engine.
+        setup: setup of the engine.
         place: index of the group in ``setup.groups``.
         progress: the request after the step.
         first: index of the first page in the request's chain.
-        end: index after the last one; all of them are computed.
+        end: index after the last page; all pages before it are computed.
     """
     group = setup.groups[place]
     each = setup.page_tokens // group.block_tokens
@@ -47,10 +47,10 @@ def target_blocks(
     null block. Pages without any other block are not loaded.
 
     Args:
-        setup: of the engine.
+        setup: setup of the engine.
         place: index of the group in ``setup.groups``.
         blocks: the request's block table, by the engine's group index.
-        computed: its leading tokens whose KV are there.
+        computed: leading tokens of the request whose KV is there.
         first: index of the first page in the request's chain.
         end: index after the last one.
     """

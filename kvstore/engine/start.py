@@ -41,7 +41,7 @@ def round_trip(
         store: the worker's client.
         identity: identity of the engine's space; the page is stored in a separate one.
         shard: the worker's shard.
-        pool: its memory.
+        pool: the engine's memory.
         log: the engine's log; the time is logged there.
 
     Returns:

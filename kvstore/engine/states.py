@@ -19,9 +19,9 @@ class RequestState:
         stored: leading pages that are in the store, that were submitted to it, or that cannot be.
         hole: the first page that cannot be stored.
         hit: end, in pages, of the last answer of :meth:`SchedulerSide.match`.
-        remote: how many of these pages, the last ones, are at other nodes.
-        on_disk: how many of those before them are on this node's disk only.
-        wait: its wait for pages that are being written.
+        remote: number of pages at the end of the hit that are at other nodes.
+        on_disk: number of pages of the hit that are on this node's disk only.
+        wait: the request's wait for pages that are being written.
         loads_over: no more pages are loaded for it.
         load: the decision about loading.
         known: leading tokens that are computed or being loaded.
@@ -80,9 +80,9 @@ class BlockJob:
 
     Attributes:
         first: index of its first page in the request's chain.
-        wanted: its pages.
+        wanted: pages of the job.
         pages: leading pages that succeeded on all ranks that have reported.
-        seconds: the longest duration on one of these ranks.
+        seconds: the longest duration of the job on one rank.
         began: end of the step that started it; infinite until then.
         held: blocks it holds references to.
         late: its request has stopped waiting for it.

@@ -22,7 +22,7 @@ class HandoffReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
             had no place for it); None = it did not.
         seconds: duration of each state, by its name in lower case.
         bytes: KV and aux data that were sent, or that arrived and were verified.
-        fake: no KV was moved, so the tokens of the answer are not those of the prompt.
+        fake: no KV was moved, so the answer does not follow from the prompt.
     """
 
     way: str
@@ -49,7 +49,7 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         tail_key: hex key of the prompt's unfilled last page; None if it is not stored.
         tail_tokens: tokens in it, 0..page_tokens-1.
         seed: seed of the sampling; None if greedy.
-        handoff: of a push: how it went at the engine that answers.
+        handoff: report of a push: how it went at the engine that answers.
     """
 
     do_remote_decode: bool = False
@@ -76,9 +76,9 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def as_parameters(self) -> dict[str, Any]:
         """Convert to plain values for an answer."""
-        told = msgspec.to_builtins(self)
-        assert isinstance(told, dict)
-        return told
+        parameters = msgspec.to_builtins(self)
+        assert isinstance(parameters, dict)
+        return parameters
 
 
 NOTHING: Final = Transfer()

@@ -35,8 +35,8 @@ class ShardMemory(NamedTuple):
     """One shard of a KV group in this worker: some heads, or all, of each block.
 
     Attributes:
-        pool: its memory.
-        shard: its index in the space's shards.
+        pool: memory of the shard.
+        shard: index of the shard in the space's shards.
         held: the rank's turn to write pages; None = it writes all.
     """
 
@@ -55,7 +55,7 @@ class GroupMemory(NamedTuple):
     """One KV group in this worker.
 
     Attributes:
-        shards: those that this rank holds; together they are its blocks.
+        shards: the group's shards that this rank holds; together they fill its blocks.
         page_tokens: tokens per page.
         block_tokens: tokens per block.
     """
@@ -76,13 +76,13 @@ def memory_of(
     """The shards of a KV group in a worker.
 
     Args:
-        facts: of the engine.
+        facts: facts of the engine.
         page_tokens: tokens per page.
         pool: the group's blocks. If the rank holds several shards of it, a plane has the blocks of
             a layer, and a block has one head behind the other.
         place: index of the group in ``facts.groups``.
-        rank: of the worker in tensor parallelism.
-        stage: of the worker in the pipeline.
+        rank: tensor-parallel rank of the worker.
+        stage: pipeline stage of the worker.
 
     Raises:
         InvalidArgument: the blocks of the pool are not made of so many heads.
@@ -107,7 +107,7 @@ class StepOutcome(NamedTuple):
 
     Attributes:
         received: requests whose loads have ended, successfully or not.
-        failed: those of them that must be computed from the start.
+        failed: received requests that must be computed from the start.
         invalid_blocks: target blocks of loads that contain nothing valid.
         report: report for the scheduler side.
     """
@@ -145,7 +145,7 @@ class _Storing:
 
     Attributes:
         together: the extract of shards that have requests in common; None = there is none.
-        sizes: bytes of a page of each of them.
+        sizes: bytes of a page of each shard of ``together``, in the same order.
         alone: the extract of each other shard, and bytes of its page.
     """
 
@@ -161,7 +161,7 @@ class _Storing:
             job.done for job, _ in self.alone
         )
 
-    def outcomes(self) -> list[tuple[PutResult | KVStoreError, int]]:
+    def shard_results(self) -> list[tuple[PutResult | KVStoreError, int]]:
         """For each shard its result, and bytes of its page."""
         found: list[tuple[PutResult | KVStoreError, int]] = []
         if self.together is not None:
@@ -393,7 +393,7 @@ class WorkerSide:
     def _stored(self, storing: _Storing) -> int:
         """Number of pages that are in the store now; updates the counts."""
         pages = 0
-        for result, size in storing.outcomes():
+        for result, size in storing.shard_results():
             if isinstance(result, KVStoreError):
                 self.counts.add("store_failures")
                 self._note("store", result)

@@ -17,7 +17,7 @@ class Bounds(NamedTuple):
 
     Attributes:
         batches: maximum number; the oldest are removed first.
-        payload_bytes: maximum bytes of all of them together.
+        payload_bytes: maximum bytes of all kept payloads together.
     """
 
     batches: int

@@ -70,7 +70,7 @@ class StoredEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", t
     Attributes:
         block_hashes: their keys, in chain order.
         parent_block_hash: key of the page before the first; None if the first starts its chain.
-        token_ids: the tokens of these pages; empty if unknown.
+        token_ids: token ids of the stored pages; empty if unknown.
         block_size: tokens in a page.
         medium: ``GPU``, ``CPU`` or ``STORAGE``: the tier they were stored in; other tiers may have
             them too.

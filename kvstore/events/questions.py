@@ -140,8 +140,8 @@ class RefusedError(Exception):
     @property
     def payload(self) -> bytes:
         """The payload of the refusal."""
-        told = {"code": self.code, "message": str(self), "retry_s": self.retry_s}
-        return msgspec.msgpack.encode(told)
+        fields = {"code": self.code, "message": str(self), "retry_s": self.retry_s}
+        return msgspec.msgpack.encode(fields)
 
 
 class OpenQuestion:

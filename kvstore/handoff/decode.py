@@ -480,8 +480,8 @@ class Receiver:
         Args:
             first_token: KV of earlier tokens is not needed; the block that contains it is sent
                 whole.
-            blocks: block of each position from that of ``first_token`` to the end of the prompt;
-                empty if nothing is needed.
+            blocks: block of each position from the position of ``first_token`` to the end of the
+                prompt; empty if nothing is needed.
             states: blocks in each state buffer, by its name: for the kind ``slot`` one, for
                 ``last`` one for each of the last positions, in order, for ``every`` like
                 ``blocks``.

@@ -43,7 +43,7 @@ class _Flying:
         self.until = time.monotonic() + DEVICE_S
         self.fence: Any = None
         self.why = ""
-        self.is_taken = self.is_told = False
+        self.is_taken = self.is_reported = False
 
     def taken(self, started: StartedCopy) -> None:
         """The call that submitted it to the device has returned."""
@@ -202,12 +202,12 @@ class DeviceCopies:
 
     @property
     def _is_late(self) -> bool:
-        return any(one.is_told for one in self._flying)
+        return any(one.is_reported for one in self._flying)
 
     @property
     def _is_over(self) -> bool:
         """Whether all copies were reported; the feeding thread may be blocked in a reported one."""
-        if not self._closed or not all(one.is_told for one in self._flying):
+        if not self._closed or not all(one.is_reported for one in self._flying):
             return False
         return not self._feeds or not all(one.is_taken for one in self._flying)
 
@@ -253,7 +253,7 @@ class DeviceCopies:
             _LOG.exception("copies of handoffs continue after an internal error")
 
     def _pause(self, pause_s: float) -> float | None:
-        if any(not one.is_told for one in self._flying):
+        if any(not one.is_reported for one in self._flying):
             return pause_s
         return _LATE_PAUSE_S if self._flying or self._waiting else None
 
@@ -262,10 +262,10 @@ class DeviceCopies:
         any_ended, now = False, time.monotonic()
         for one in flying:
             done = one.look(now)
-            if not done and (one.is_told or not one.why):
+            if not done and (one.is_reported or not one.why):
                 continue
             with self._changed:
-                one.is_told = any_ended = self._hungry = True
+                one.is_reported = any_ended = self._hungry = True
                 if done:
                     self._flying.remove(one)
                     if one.why:

@@ -163,11 +163,11 @@ class DeviceReads:
             return [job for link in late for job in self._waiting.pop(link)]
 
     def _end_of(self, job: PushJob) -> Callable[[str, bool], None]:
-        told = False
+        reported = False
 
         def ended(why: str, idle: bool) -> None:  # noqa: FBT001
-            nonlocal told
-            first, told = not told, True
+            nonlocal reported
+            first, reported = not reported, True
             if not why:
                 self._ready(job)
                 return

@@ -15,20 +15,20 @@ class PushJob(NamedTuple):
     """Ranges to read from prefill's pool and send with one head.
 
     Attributes:
-        number: of the job, for the report of its end.
+        number: number of the job, for the report of its end.
         link: the link.
-        room: of the request.
+        room: room of the request.
         ranges: the target ranges.
-        sources: first block of each in prefill's pool.
+        sources: first block of each range in prefill's pool.
         blocks: all blocks that are read.
-        generations: of these blocks when their KV was written; empty = the pool has none.
+        generations: generation of each block when its KV was written; empty = the pool has none.
         share: the part of the KV that the link moves.
         rows: blocks of each range, if the share is staged.
         aux: the bytes of the aux data, if that is what is sent.
         targets: first block of each range in decode's pool; if the share is staged, how many
             announced positions are before it.
         place: where another transport may write them; None = over the link.
-        after: fences of a pool on a device: the blocks are not read before all of them.
+        after: fences of a pool on a device: the blocks are not read before the last fence.
         receiver: instance of the decode engine, which may have several links.
     """
 
@@ -93,15 +93,15 @@ class Landing(NamedTuple):
 
     Attributes:
         link: the link.
-        room: of the request.
+        room: room of the request.
         ranges: the arriving ranges, in order.
-        targets: first block of each in decode's pool; for the aux data its slot.
-        digests: 16 bytes of each.
+        targets: first block of each range in decode's pool; for the aux data its slot.
+        digests: digest of each range, 16 bytes.
         share: the part of the KV that the link moves.
         rows: blocks of each range, if the share is staged.
         staged_at: address of each range in the staging memory, if another transport has written
             them there; empty = they come over the link.
-        after: fences of a pool on a device: the blocks are not written before all of them.
+        after: fences of a pool on a device: the blocks are not written before the last fence.
     """
 
     link: bytes

@@ -69,14 +69,14 @@ class LinkGreeting(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """Decode: its identity, and the purpose of this connection.
 
     Attributes:
-        protocol: version.
+        protocol: version of the protocol.
         purpose: ``messages`` of decode, or ``pushes`` of prefill.
         link: 16 random bytes, the same for both connections of a link.
         nonce: 16 random bytes.
-        name: of the decode engine, for logs.
+        name: name of the decode engine, for logs.
         space: identifies the KV that may be shared; both sides must have the same.
-        shape: of the pool.
-        group: all ranks of decode, and which of them this is.
+        shape: shape of the pool.
+        group: all ranks of decode, and the number of this rank.
         part: the KV that this prefill rank sends to this decode rank over the link; or None.
         has_aux: whether the link carries the aux data.
         states: planes of each state buffer that are sent over this link; empty = none.
@@ -246,7 +246,7 @@ class Greeter(NamedTuple):
         secret: known to both sides.
         space: identifies the KV that may be shared.
         shape: of the pool.
-        group: all ranks of this side, and which of them this is.
+        group: all ranks of this side, and the number of this rank.
         name: for logs.
         boot: of prefill.
     """

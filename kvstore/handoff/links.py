@@ -185,7 +185,7 @@ class PeerLinks:
         peer: URL of the instance's registry.
 
     Attributes:
-        links: those that were made.
+        links: links made so far.
     """
 
     def __init__(self, peer: str) -> None:

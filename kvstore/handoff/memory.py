@@ -38,7 +38,7 @@ class HandoffPool:
         generations: one number for each block, shape (block_count,); the engine adds 1 to it
             before it gives the block to another request. None = it has none: then a block that is
             reused too early is detected only if its bytes change while they are sent.
-        group: all ranks of the engine, and which of them has this pool, and so which layers and
+        group: all ranks of the engine, and the number of the rank with this pool, so its layers and
             heads it has. A block has one row per token, and in a row head after head. None = there
             is one rank, here and at the engines that it exchanges KV with.
         states: memory of a request's other data, in the same order at both sides.
@@ -246,9 +246,9 @@ class HandoffPool:
         """The pieces of some heads of ranges of one length.
 
         Args:
-            planes: of each range, among the planes of all ranks.
+            planes: plane of each range, among the planes of all ranks.
             rows: blocks of each range.
-            heads: first head, and the one after the last; of those of this pool.
+            heads: first head, and the one after the last, among the heads of this pool.
         """
         return self._pool.head_pieces(
             np.array(planes) - self.shape.first_plane, np.stack(list(rows)), self.head_rows(heads)

@@ -39,9 +39,9 @@ class LandingPlace(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         transport: its name.
         endpoint: ``host:port`` of the engine.
-        planes: of each plane that the link moves, an address in the engine's process, 8 bytes each:
-            where block 0 of the pool is. If the link moves only some heads, where those of the
-            first announced position belong, and behind them those of the next positions.
+        planes: for each plane that the link moves, an address in the engine's process, 8 bytes
+            each: where block 0 of the pool is. If the link moves only some heads, where the heads
+            of the first announced position belong; the next positions follow.
     """
 
     transport: str
@@ -56,7 +56,7 @@ class Announce(msgspec.Struct, frozen=True, array_like=True, tag=3):
         room: of the request.
         token_count: tokens of the request; prefill must have the same number.
         first_token: KV of tokens before it is not needed.
-        blocks: block of each position from that of ``first_token`` on, 4 bytes each.
+        blocks: block of each position from the position of ``first_token`` on, 4 bytes each.
         aux_slot: slot of the aux data.
         place: where another transport may write the KV; None = all comes over this link.
         states: blocks in each state buffer, 4 bytes each; empty if the link moves no state data.

@@ -33,9 +33,9 @@ def peer_ranks(
     """The prefill ranks that send something to a decode rank, or must be notified.
 
     Args:
-        records: of the registry.
-        group: all ranks of decode, and which of them this is.
-        shape: of the pool of this rank.
+        records: records of the registry.
+        group: all ranks of decode, and the number of this rank.
+        shape: shape of the pool of this rank.
         transport: in addition to TCP, a transport through which this rank can be written to; empty
             = none.
 

@@ -111,8 +111,8 @@ def plan_ranks(prefill: Sequence[RankPart], decode: Sequence[RankPart]) -> RankP
     rank.
 
     Args:
-        prefill: the part of each of its ranks; in the order of their numbers.
-        decode: likewise.
+        prefill: the part of each prefill rank, in the order of their numbers.
+        decode: the part of each decode rank, likewise.
 
     Raises:
         InvalidArgument: ``ranks``, ``layers`` or ``heads`` do not match: the message says why.
@@ -191,8 +191,8 @@ def _check_covered(parts: Iterable[RankPart], by: dict[RankPart, list[int]], sid
     """Refuse parts of one side of which the other, ``side``, does not hold all.
 
     Args:
-        parts: of one side.
-        by: of the other; no two of them share anything, so sizes can be added.
+        parts: parts of one side.
+        by: parts of the other side; no two share anything, so sizes can be added.
         side: name of the other.
 
     Raises:

@@ -123,7 +123,7 @@ class Receivers:
         Args:
             room: one that was opened.
             first_token: KV of tokens before it is not needed.
-            blocks: block of each position from that of ``first_token`` on.
+            blocks: block of each position from the position of ``first_token`` on.
             now_ns: the time.
             states: blocks in each state buffer, by its name.
             after: fences of a device, before which the blocks are not written.
@@ -453,8 +453,8 @@ class Receivers:
     def _tell_abort(self, one: ReceivingRoom, but: bytes = b"") -> list[Effect]:
         assert one.progress.failure is not None
         message = Abort(one.room, one.progress.failure)
-        told = [link for link in self._sources.to_abort(one) if link != but]
-        effects: list[Effect] = [SendTo(link, message) for link in told]
+        links = [link for link in self._sources.to_abort(one) if link != but]
+        effects: list[Effect] = [SendTo(link, message) for link in links]
         one.aborts += bool(effects)
         return effects
 
@@ -489,7 +489,7 @@ class Receivers:
 
     def _forget(self, one: ReceivingRoom) -> None:
         """Remove an ended handoff once it is closed and prefill is notified."""
-        told = one.legs or not one.peer
-        if one.closed and told and one.progress.ended and not one.is_holding:
+        notified = one.legs or not one.peer
+        if one.closed and notified and one.progress.ended and not one.is_holding:
             self._give_slot(one)
             self._rooms.pop(one.room, None)

@@ -435,7 +435,7 @@ class RegistryClient:
                     connection.request(method, path, body or None, {_HEADER: proof})
                     answer = connection.getresponse()
                     said = answer.read(_LIST_BYTES_MAX)
-                    told = answer.getheader(_HEADER) or ""
+                    received_proof = answer.getheader(_HEADER) or ""
         except (OSError, http.client.HTTPException, RuntimeError) as error:  # or no thread is left
             where = f"{self._host}:{self._port}"
             raise PeerUnreachable(f"the registry at {where}: {reason(error)}") from error
@@ -444,7 +444,7 @@ class RegistryClient:
         if answer.status != HTTPStatus.OK:
             raise ProtocolError(f"the registry answers {answer.status}: {said[:200]!r}")
         if not hmac.compare_digest(
-            told.encode(), _answer_proof(self._secret, nonce, said).encode()
+            received_proof.encode(), _answer_proof(self._secret, nonce, said).encode()
         ):
             raise ProtocolError("the registry has another secret")
         return said

@@ -196,9 +196,9 @@ class LinkShare(NamedTuple):
     Attributes:
         planes: numbers among the planes of all ranks; messages have these numbers.
         heads: first head, and the one after the last.
-        block_bytes: bytes of these heads of one block in one plane.
-        is_staged: these are not all heads of both pools. Then the heads of a range are gathered
-            into one piece of memory, sent, and scattered.
+        block_bytes: bytes of the moved heads in one block of one plane.
+        is_staged: whether these are fewer than all heads of both pools. Then the heads of a range
+            are gathered into one piece of memory, sent, and scattered.
         has_aux: the aux data is sent over this link.
         states: the shares of state buffers that it moves; empty if none.
     """

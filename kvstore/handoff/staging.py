@@ -77,12 +77,12 @@ class Staging:
         """Receive the data of a landing into decode's pool.
 
         Args:
-            pool: of decode.
-            aux: of decode.
+            pool: pool of decode.
+            aux: slots of decode's aux data.
             landing: the landing.
             receive: fills memory; its errors are raised. None = another transport has written the
                 data into the pool, or into the staging memory.
-            staged: start address of that memory.
+            staged: start address of the staging memory.
 
         Returns:
             Whether all data matches its digests; if not, the blocks may contain garbage.

@@ -48,7 +48,7 @@ class StateShape:
         block_bytes: bytes of one block in one plane; 0 = nothing is moved.
         block_count: blocks of the buffer.
         last: of kind ``last``, how many positions at the end of the prompt; otherwise 0.
-        first_plane: number of the first plane among those of all ranks.
+        first_plane: number of the rank's first plane among the planes of all ranks.
         is_alike: ranks that have the same planes have the same bytes in them.
     """
 
@@ -115,7 +115,8 @@ class StateBuffer(NamedTuple):
         block_bytes: bytes of one block in one plane.
         block_count: blocks of the buffer; they are numbered for themselves, from 0.
         last: of kind ``last``, how many positions at the end of the prompt.
-        generations: as of :class:`~kvstore.handoff.memory.HandoffPool`, of these blocks.
+        generations: generations of these blocks, as of
+            :class:`~kvstore.handoff.memory.HandoffPool`.
         first_plane: number of the first plane among the planes that all ranks of the engine have
             of this buffer; 0 if this rank has the first layer that has such data. None = all ranks
             have the same layers, or the buffer is not alike.

@@ -42,8 +42,8 @@ def agreed(states: list[State], reduce: Reduce | None) -> list[State]:
     """The states of requests, given those of this rank; ``reduce`` asks the other ranks."""
     if reduce is None:
         return states
-    told = reduce([int(state) for state in states])
-    return [least(pair) for pair in zip(states, told, strict=True)]
+    reduced = reduce([int(state) for state in states])
+    return [least(pair) for pair in zip(states, reduced, strict=True)]
 
 
 class HandoffSide(StrEnum):
@@ -99,7 +99,7 @@ class HandoffFailure(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         code: one of :class:`FailureCode`, or a code of a later version.
         side: the side that noticed it.
-        rank: rank of that side.
+        rank: rank, of the side that noticed it.
         layer: the part that failed.
         message: for the log; at most 200 characters.
     """

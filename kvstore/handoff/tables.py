@@ -186,8 +186,8 @@ class SendingRoom:
     def is_announced(self) -> bool:
         """Whether all ranks have announced that this one waits for."""
         legs = list(self.legs.values())
-        told = sum(leg.there is not None for leg in legs)
-        return bool(legs) and told == len(legs[0].target.receivers)
+        announced = sum(leg.there is not None for leg in legs)
+        return bool(legs) and announced == len(legs[0].target.receivers)
 
 
 class SendingLinks:
@@ -471,7 +471,7 @@ class LinkSources:
 
     def to_abort(self, one: ReceivingRoom) -> list[bytes]:
         """The links over which to report that a room has failed; idle ranks are told once."""
-        told = self.undrained(one)
+        links = self.undrained(one)
         if not one.aborts:
-            told += [link for link, leg in one.legs.items() if leg.source.share.is_idle]
-        return told
+            links += [link for link, leg in one.legs.items() if leg.source.share.is_idle]
+        return links

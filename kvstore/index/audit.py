@@ -50,7 +50,7 @@ class Auditor:
 
     Args:
         table: the index.
-        followers: those who feed it.
+        followers: followers that feed the index.
     """
 
     def __init__(self, table: IndexReader, followers: Followers) -> None:

@@ -86,8 +86,8 @@ class EngineBlocks:
     """The blocks of one engine.
 
     Attributes:
-        unmapped: blocks that were not mapped: without token ids, too many of them, or of further
-            holders than 64.
+        unmapped: blocks that were not mapped: without token ids, too many blocks, or of more than
+            64 holders.
         dropped: blocks that waited too long.
     """
 

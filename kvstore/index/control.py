@@ -129,8 +129,8 @@ class FollowedWorker(msgspec.Struct, frozen=True, kw_only=True):
         waiting: blocks whose parent is not known yet.
         snapshots: snapshots read.
         audited: pages of the last audit of a node; 0 = none yet.
-        missing: those that the node had and the index had not.
-        stale: those that its events told of, and on which node and index differed.
+        missing: audited pages that the node had and the index had not.
+        stale: audited pages that its events told of, and on which node and index differed.
         resyncs: times that everything was read again, because of a gap or an audit.
         faults: faults of its publisher, by cause.
     """

@@ -33,7 +33,7 @@ class HolderDirectory:
 
     Args:
         version: moves with every change; -1 for a directory that could not be read.
-        holders: those that count now, each with its bit.
+        holders: holders that count now, each with its bit.
     """
 
     def __init__(self, version: int, holders: Mapping[PageHolder, int]) -> None:

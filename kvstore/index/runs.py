@@ -24,7 +24,8 @@ class PartNeed(NamedTuple):
     """One part of the blocks that a candidate needs.
 
     Attributes:
-        holders: who can provide it, each block any of them; those that do not count now do not.
+        holders: who can provide it, each block any of these holders; one that does not count now
+            does not.
         window: how many of the last blocks suffice, at least 1; None: all are needed.
     """
 
@@ -56,9 +57,9 @@ class UsableRuns(NamedTuple):
         prefixes: blocks of the longest usable prefix of each; int64 [candidates].
         leading: leading blocks of which each has every part, whatever their windows; likewise.
         torn: whether some candidate has every part in a run after one in which it has not.
-        distinct: of those that need different things, whether each has every part in each run,
-            whatever their windows: bool [distinct, runs].
-        which: of each candidate, which of these it is; None = all differ.
+        distinct: for each distinct need, whether every part is there in each run, whatever the
+            windows: bool [distinct, runs].
+        which: for each candidate, the index of its need in ``distinct``; None = all differ.
     """
 
     prefixes: Numbers

@@ -47,7 +47,7 @@ class Sequence:
 
         Args:
             boot: boot id of the publisher.
-            number: number of that batch.
+            number: number of the first batch after the snapshot.
         """
         if boot != self._boot:
             self._live_last = -1

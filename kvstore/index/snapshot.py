@@ -213,7 +213,7 @@ async def sample(
 
     Args:
         endpoint: see :func:`read_snapshot`.
-        credentials: likewise.
+        credentials: see :func:`read_snapshot`.
         keys: about how many keys, 1 to 4,096; each may be in several shards and media.
         limit_s: maximum time.
 
@@ -244,9 +244,9 @@ async def audit(
 
     Args:
         endpoint: see :func:`read_snapshot`.
-        credentials: likewise.
+        credentials: see :func:`read_snapshot`.
         space: hex digest of the space; one that the node does not know has no pages.
-        shard: digest of the shard, as in events; likewise.
+        shard: digest of the shard, as in events; one that the node does not know has no pages.
         keys: 1 to 4,096 prefix keys of 32 bytes, packed.
         limit_s: maximum time.
 
@@ -359,8 +359,8 @@ def _end(payload: bytes) -> SnapshotEnd:
 
 
 def _refusal(payload: bytes) -> SnapshotError:
-    told = _read(_REFUSED, payload)
-    return SnapshotError(told.code, told.message, told.retry_s)
+    refusal = _read(_REFUSED, payload)
+    return SnapshotError(refusal.code, refusal.message, refusal.retry_s)
 
 
 def _read(decoder: "msgspec.msgpack.Decoder[T]", payload: bytes) -> T:

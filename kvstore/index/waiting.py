@@ -19,7 +19,7 @@ class WaitingBlocks:
         bit: the holder that has them.
         tokens: msgpack array of their tokens.
         extras: what else distinguishes each block; None if nothing does.
-        there: those of the names that were not removed since.
+        there: names that were not removed since.
         has_lora: they are of a LoRA.
     """
 

@@ -102,8 +102,8 @@ class NativeChains:
         """Decode prefix keys of 32 bytes and write their chain values to ``out[at:]``.
 
         Args:
-            raw: msgpack of them; with ``integers`` also 64-bit integers, signed or not, that are
-                their first 8 bytes, big-endian.
+            raw: msgpack of the keys; with ``integers`` also 64-bit integers, signed or not, that
+                are their first 8 bytes, big-endian.
             scope: xor-ed with each.
             out: the target.
             at: first element of the target.

@@ -135,7 +135,7 @@ class Words:
         words: one word for each :class:`Word`, shape (16,), uint32.
         address: address of ``words``.
         changed: condition for waiters of the fallback.
-        before: number of verified pages before those of the mover's job.
+        before: number of verified pages before the pages of the mover's job.
     """
 
     __slots__ = ("address", "before", "changed", "words")

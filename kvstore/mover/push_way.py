@@ -34,8 +34,8 @@ class BlockRows(NamedTuple):
 
     Attributes:
         memory: 0 = the pool, from 1 on the state buffers.
-        plane: of that memory.
-        blocks: their numbers.
+        plane: number of the plane in this memory.
+        blocks: numbers of the blocks.
     """
 
     memory: int
@@ -97,7 +97,7 @@ class DeviceMemory(Protocol):
     """An engine's pool and state buffers on one device.
 
     Attributes:
-        device: its name, as that of the pool.
+        device: name of the device, as of the pool.
         pools: the pool, then one with the planes of each state buffer, in their order.
     """
 

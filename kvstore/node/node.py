@@ -56,8 +56,8 @@ class Node:
         outbox: answers to send, (connection, answer), in order.
         actions: pages that became READY or left the index, in order, to be published.
         closing: connections to close, because their client has given them up.
-        latencies: durations of requests of these types. The caller of :meth:`receive` measures
-            those that it answers at once, because the node has no clock.
+        latencies: durations of requests of these types. The caller of :meth:`receive` measures the
+            requests that it answers at once, because the node has no clock.
         unfinished: there is more work than one turn does; call :meth:`go_on` soon.
         ending: ended processes that hold more than one turn releases.
     """

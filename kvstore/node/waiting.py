@@ -204,7 +204,7 @@ class PatientRequests:
 
     Args:
         requests: the messages of sessions.
-        copies: those about copies at other nodes.
+        copies: requests about copies at other nodes.
 
     Attributes:
         first: type of a request → the answer of now, and what to wait for to get a better one; from

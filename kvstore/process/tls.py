@@ -18,7 +18,7 @@ class CertificateFiles(msgspec.Struct, frozen=True):
     Attributes:
         certificate: this node's certificate, followed by those between it and the authority's.
         key: its private key, not encrypted.
-        authority: the certificates of the authority that signs those of all nodes.
+        authority: the certificates of the authority that signs the certificates of all nodes.
     """
 
     certificate: str

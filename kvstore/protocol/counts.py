@@ -361,13 +361,13 @@ class EventCounts(Answer, frozen=True):
         followers_cut: connections closed because of a fault, or refused.
         replays_served: replay requests answered completely.
         replays_cut: answers aborted because the client does not read, and malformed requests.
-        snapshots_served: snapshots that were sent completely.
-        snapshots_cut: snapshots that were not, because the client left or does not read.
+        snapshots_served: snapshots sent completely.
+        snapshots_cut: snapshots not sent completely: the client left or does not read.
         snapshots_refused: snapshots refused because of too many others.
-        snapshots_s: seconds that the snapshots that were sent completely took.
-        audits_served: other questions that were answered completely.
-        audits_cut: those that were not.
-        audits_refused: those that were refused, and malformed questions.
+        snapshots_s: total seconds that sending the complete snapshots took.
+        audits_served: other questions (audits) answered completely.
+        audits_cut: audits begun but not answered completely.
+        audits_refused: audits refused, and malformed questions.
     """
 
     sequence_next: int

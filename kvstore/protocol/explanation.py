@@ -43,17 +43,17 @@ class Explanation:
 
     Attributes:
         verdict: one of :data:`VERDICTS`.
-        text: the same as a sentence.
+        text: the explanation as a sentence.
         key: hex.
         space: label of the space of the answer; empty if none.
         shards: shard number → tiers in which that page is READY, or ``["writing"]``.
         differs: differences between a stored page and this one: field, requested, stored.
         head: why the parent is missing, if that is the reason.
         left: the record of its drop, ages in seconds.
-        hit_pages: of a token list: number of leading pages that are a hit; None for a single key.
-        asked_pages: of a token list: number of full pages.
-        peers: if the page is not here: node that has it, as far as the index knows → numbers of the
-            shards that it has.
+        hit_pages: number of leading pages of a token list that are a hit; None for a single key.
+        asked_pages: number of full pages of a token list.
+        peers: node that has the page, as far as the index knows → numbers of the shards that it
+            has; empty if the page is here.
         read_from: the node from which it was read last; empty = none, or unknown.
     """
 

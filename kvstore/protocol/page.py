@@ -220,7 +220,7 @@ class PrefixKeys(Sequence[PrefixKey]):
     Attributes:
         packed: the keys, 32 bytes each, in chain order.
         parent: the key before the first, 32 bytes; empty at the start of the chain.
-        tokens: the tokens of these pages, shape ``(pages * page_tokens,)``, dtype uint32; None if
+        tokens: token ids of the pages, shape ``(pages * page_tokens,)``, dtype uint32; None if
             only the keys are known. The array is not copied.
         page_tokens: number of tokens in a page; 0 if unknown.
         seed: seed of the chain (salt, LoRA or multimodal identity); may be empty.

@@ -31,8 +31,8 @@ class SessionConnections:
         self._desk = desk
         self._node = desk.node
         self._stats = stats
-        self._told = b""
-        self._told_until_s = 0.0
+        self._cached_stats = b""
+        self._cached_until_s = 0.0
         self._processes = Processes(desk.process_ended)
 
     def close(self) -> None:
@@ -80,11 +80,11 @@ class SessionConnections:
     def _stats_json(self) -> bytes:
         """The node's statistics; cached, because many engines may request them often."""
         start_s = monotonic()
-        if start_s >= self._told_until_s:
-            self._told = self._stats()
+        if start_s >= self._cached_until_s:
+            self._cached_stats = self._stats()
             took_s = monotonic() - start_s
-            self._told_until_s = start_s + STATS_SHARE * took_s if took_s > 0.001 else 0.0
-        return self._told
+            self._cached_until_s = start_s + STATS_SHARE * took_s if took_s > 0.001 else 0.0
+        return self._cached_stats
 
     def _watch(self, connection: FrameConnection, tenants: frozenset[str] | None) -> Peer:
         """Ask the kernel for the peer's identity, and watch its process."""

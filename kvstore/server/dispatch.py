@@ -120,14 +120,14 @@ class Dispatcher:
 
 def _log_operation(asked: operations.Operation, by: Caller, result: Any) -> None:
     """Log who changed what, or saw whose prompt, and the result."""
-    told: dict[str, object] = {"operation": type(asked).__name__}
-    told |= {"role": by.role, "address": by.address}
+    fields: dict[str, object] = {"operation": type(asked).__name__}
+    fields |= {"role": by.role, "address": by.address}
     for name in asked.__struct_fields__:
         value = getattr(asked, name)
         if value is not None:
-            told[name] = len(value) if isinstance(value, list) else value
+            fields[name] = len(value) if isinstance(value, list) else value
     if isinstance(result, Refusal):
-        audit(log, "operation refused", **told, code=result.code, why=str(result))
+        audit(log, "operation refused", **fields, code=result.code, why=str(result))
         return
     shown = ((name, getattr(result, name, None)) for name in ("job", "pin", "pages", "previous"))
-    audit(log, "operation done", **(told | {k: v for k, v in shown if v is not None}))
+    audit(log, "operation done", **(fields | {k: v for k, v in shown if v is not None}))

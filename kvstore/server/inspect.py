@@ -163,7 +163,7 @@ class Inspection:
         while node is not None and node is not space.root and len(chain) < min(asked.pages, most):
             chain.append(node)
             node = node.parent
-        told = [(one.key.hex(), one.depth, one) for one in reversed(chain)]
+        pages = [(one.key.hex(), one.depth, one) for one in reversed(chain)]
         found = {one: one.tokens for one in chain}
         if any(one.on_disk for one in chain):
             run = self._table.disk.read_tokens(
@@ -183,7 +183,7 @@ class Inspection:
         yield None
         rows = [
             answers.PageTokens(key=name, depth=depth, tokens=_ids(found[one]))
-            for name, depth, one in told
+            for name, depth, one in pages
         ]
         return answers.PromptPart(space=space.label, prompt=rows)
 

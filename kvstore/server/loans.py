@@ -51,7 +51,7 @@ class LentPages:
         identity: the space.
         shard: the shard.
         keys: packed keys of the pages.
-        digests: 16 bytes for each of them.
+        digests: digests of the pages, 16 bytes each.
         addresses: extent, generation and offset of each.
     """
 
@@ -161,9 +161,9 @@ class Loans:
         try:
             for transport in self.transports:
                 transport.grant(loan.ticket, ranges, deadline_ns)
-                endpoint, told = transport.endpoint, transport.addresses(ranges)
-                if endpoint and told:
-                    loan.places[transport.name] = endpoint, told
+                endpoint, addresses = transport.endpoint, transport.addresses(ranges)
+                if endpoint and addresses:
+                    loan.places[transport.name] = endpoint, addresses
         except KVStoreError:
             for transport in self.transports:
                 transport.revoke(loan.ticket)

@@ -55,7 +55,7 @@ class PeerService:
     Args:
         listen: ``host:port``; port 0 = any.
         local: this node, as it introduces itself.
-        knows: whether the cluster has a node of that name.
+        knows: whether the cluster has a node of the given name.
         desk: the desk of this node.
         loans: lends pages.
         serve_events: owns the connection of a follower until it returns; it may be cancelled.
@@ -318,9 +318,9 @@ def advertised_transports(transports: Sequence[Transport]) -> dict[str, str]:
 
     An endpoint whose host stands for all addresses is told without it.
     """
-    told: dict[str, str] = {}
+    advertised: dict[str, str] = {}
     for endpoint, name in ((one.endpoint, one.name) for one in transports):
         if endpoint:
             host, port = read_address(endpoint)
-            told[name] = f":{port}" if is_wildcard(host) else endpoint
-    return told
+            advertised[name] = f":{port}" if is_wildcard(host) else endpoint
+    return advertised

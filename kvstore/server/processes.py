@@ -98,7 +98,7 @@ class Processes:
             os.close(pidfd)
         else:
             self._pidfds[identity] = pidfd
-            asyncio.get_running_loop().add_reader(pidfd, self._told, identity)
+            asyncio.get_running_loop().add_reader(pidfd, self._exited, identity)
         return Watched(identity, watched=True)
 
     def runs(self, identity: int) -> bool:
@@ -118,7 +118,7 @@ class Processes:
         for identity in list(self._pidfds):
             self.forget(identity)
 
-    def _told(self, identity: int) -> None:
+    def _exited(self, identity: int) -> None:
         self.forget(identity)
         self._ended(identity)
 

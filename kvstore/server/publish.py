@@ -182,8 +182,8 @@ def events_of(actions: Sequence[Action], *, tokens: bool = False) -> list[Event]
     stored again in the second, so that followers that ignore media are correct too.
     """
     events: list[Event] = []
-    told = [action for action in actions if not isinstance(action, Abandoned)]
-    for _, same in groupby(told, key=_kind):
+    published = [action for action in actions if not isinstance(action, Abandoned)]
+    for _, same in groupby(published, key=_kind):
         members = list(same)
         match members[0]:
             case Removed():

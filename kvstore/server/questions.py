@@ -115,8 +115,8 @@ class FollowerQuestions:
 
     def _head(self, question: OpenQuestion) -> None:
         publication = self._publication
-        told = {"boot": publication.boot, "sequence_first": publication.sequence_next}
-        question.put(HEAD, told)
+        head = {"boot": publication.boot, "sequence_first": publication.sequence_next}
+        question.put(HEAD, head)
 
     def _end(self, question: OpenQuestion, pages: int) -> Work[None]:
         """End an answer once the events of all that it has seen are numbered."""

@@ -29,7 +29,7 @@ class DaemonSources:
 
     Attributes:
         connections: open connections of engines.
-        accepted_connections: those since the start, refused ones too.
+        accepted_connections: number of connections since the start, refused ones too.
         admin: counts of the admin process.
         loop_lag_s: maximum lag of the loop.
     """

@@ -72,7 +72,7 @@ class Registration:
     Args:
         memory: of the slots.
         slots: says whose each extent is.
-        transports: those of the node.
+        transports: transports of the node.
         tenants: whose memory is registered.
 
     Attributes:

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 CLOSE_LOOK_TICKS: Final = 10
 """Number of ticks between checks of everything; other ticks check only the engines."""
-SPACES_TOLD: Final = 16
+SPACES_SHOWN: Final = 16
 """Maximum spaces of one engine that are logged; it may open thousands."""
 CALM_S: Final = 30.0
 """Seconds without a failure after which an idle SSD tier counts as recovered."""
@@ -34,7 +34,7 @@ class _Engine:
         since_ns: when it was first seen.
         pids: process ids of its processes, as far as they are visible here.
         opened: number of spaces it had opened.
-        spaces: labels of the first of them, at most :data:`SPACES_TOLD`.
+        spaces: labels of the session's first spaces, at most :data:`SPACES_SHOWN`.
     """
 
     session: Session
@@ -50,11 +50,11 @@ class _Engine:
     def look_at_spaces(self) -> None:
         """Log the spaces it has opened since the last time."""
         self.opened = len(self.session.spaces)
-        for space in islice(self.session.spaces.values(), len(self.spaces), SPACES_TOLD):
+        for space in islice(self.session.spaces.values(), len(self.spaces), SPACES_SHOWN):
             self.spaces.append(space.label[:12])
             event(
                 log, logging.INFO, "engine opened a space", **_named(self.session),
-                space=space.label[:12], **_told(space.identity),
+                space=space.label[:12], **_log_fields(space.identity),
             )  # fmt: skip
 
 
@@ -162,7 +162,7 @@ def _named(session: Session) -> dict[str, object]:
     return {"engine": session.name, "tenant": session.domain}
 
 
-def _told(identity: SpaceIdentity) -> dict[str, object]:
+def _log_fields(identity: SpaceIdentity) -> dict[str, object]:
     return {
         "model": identity.model,
         "revision": identity.revision,

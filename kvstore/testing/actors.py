@@ -60,7 +60,7 @@ class Actor:
         mapped: extents it has mapped; it uses them even after its connection broke.
         watched: the node is notified when it ends.
         boot: boot id of the node that welcomed it.
-        earlier: boot id of that node before it restarted; empty if it has not.
+        earlier: boot id of this node before it restarted; empty if it has not.
         shards: numbers that this node gave to the shards of its habits.
     """
 
@@ -115,7 +115,7 @@ class Engines:
         connect: opens a connection of a process.
         tell: sends a message of a process that has no answer.
         habits: what they do.
-        prompts: tenant → its prompts; None = others than those of any other node.
+        prompts: tenant → its prompts; None = prompts that no other node has.
 
     Attributes:
         sessions: tenant → the latest session token of its engine.

@@ -116,7 +116,7 @@ class ClusterSimulation:
         rules: rules of the SSD tiers; None = there are none.
 
     Attributes:
-        nodes: all of them.
+        nodes: all nodes.
         outcome: what has happened.
     """
 

@@ -93,7 +93,7 @@ class SimulatedDirectory:
 
         circuit = wires.connect(
             CircuitEnd(peer, turn, lambda _: None, left),
-            CircuitEnd(node, self._turn, lambda told: self._hear(peer, told), closed),
+            CircuitEnd(node, self._turn, lambda message: self._hear(peer, message), closed),
         )
         turn(lambda: events.accept(circuit))
 
@@ -110,12 +110,12 @@ class SimulatedDirectory:
         delay_ns = self._random.randrange(ANSWER_NS_MAX)
         self._time.at(delay_ns, lambda: self._turn(lambda: found(asked.number, holdings)))
 
-    def _hear(self, peer: str, told: Known | list[Event]) -> None:
-        if isinstance(told, dict):
-            self._known[peer] = defaultdict(set, told)
+    def _hear(self, peer: str, message: Known | list[Event]) -> None:
+        if isinstance(message, dict):
+            self._known[peer] = defaultdict(set, message)
             return
         known = self._known[peer]
-        for event in told:
+        for event in message:
             assert isinstance(event, StoredEvent | RemovedEvent)
             for key in event.block_hashes:
                 page = (str(event.space), str(event.shard_digest), bytes(key))

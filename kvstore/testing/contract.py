@@ -214,7 +214,7 @@ class SlabHolder:
 
     Args:
         slab: open and empty slab.
-        damage: changes a byte of the first of these pages on the device.
+        damage: changes a byte of the first page on the device.
     """
 
     def __init__(self, slab: "DeviceSlab", damage: Callable[[PageSet, PrefixKeys], None]) -> None:

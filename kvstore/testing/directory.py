@@ -60,7 +60,7 @@ class AnnouncingNode:
         self.announcing = Announcing(self._begin)
         self._store = store
         self._names = EntryNames(_CLUSTER)
-        self._told: set[str] = set()
+        self._followed: set[str] = set()
 
     def _begin(self) -> PageAnnouncement:
         return PageAnnouncement(secrets.token_hex(8), self._names)
@@ -81,7 +81,7 @@ class AnnouncingNode:
         events: list[Event] = [_event(page, stored=stored) for page in pages]
         payload = _ENCODER.encode(EventBatch(1.0, events))
         for one in self.announcing.announcements:
-            if one.token in self._told:
+            if one.token in self._followed:
                 for _ in one.apply(payload):
                     pass
 
@@ -93,8 +93,8 @@ class AnnouncingNode:
     def follow(self) -> None:
         """Read the snapshot for announcements that have just begun."""
         for one in self.announcing.announcements:
-            if one.token not in self._told:
-                self._told.add(one.token)
+            if one.token not in self._followed:
+                self._followed.add(one.token)
                 one.live(counts=False)
                 one.clear()
                 for medium, shard, key in self.pages:

@@ -96,8 +96,8 @@ class UnorderedLog(SSDLog):
         while self._queue and self._dice.random() < 0.6:
             self._run_one(self._dice.randrange(len(self._queue)))
         self._dice.shuffle(self._late)
-        told = self._dice.randint(0, len(self._late))
-        now, self._late = self._late[:told], self._late[told:]
+        count = self._dice.randint(0, len(self._late))
+        now, self._late = self._late[:count], self._late[count:]
         return now
 
     def _run_one(self, index: int) -> None:

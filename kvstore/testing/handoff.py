@@ -67,7 +67,7 @@ class HandoffFaults:
         lost: a message or head of ranges is lost.
         doubled: it comes twice.
         flipped: one byte of some ranges is another one.
-        misplaced: a range is sent as that of another position.
+        misplaced: a range is sent with the number of another position.
         stalled: pieces of some ranges land very late.
         hung: a job of prefill begins seconds after it was submitted.
         aborted: an engine gives a request up, in each of its steps.

@@ -395,10 +395,10 @@ class DecodeEngine(SimulatedEngine[DecodeRank]):
         world, now = self.world, self.time.now_ns
         said = {rank.aux.read(*rank.receivers.aux_place(prompt.room)) for rank in self.ranks}
         assert len(said) == 1, "the ranks have different aux data"
-        told = int.from_bytes(said.pop(), "little")
-        if told != prompt.content:  # the conductor has mixed two requests up
-            assert told == prompt.content ^ OTHER_PROMPT
-            assert not self._wrong(prompt, told)
+        content = int.from_bytes(said.pop(), "little")
+        if content != prompt.content:  # the conductor has mixed two requests up
+            assert content == prompt.content ^ OTHER_PROMPT
+            assert not self._wrong(prompt, content)
             world.outcome.wrong_prompt += 1
             self._compute_instead(prompt)
             return

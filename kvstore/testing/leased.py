@@ -68,7 +68,7 @@ class TimedStore:
     """A store whose longest call is measured.
 
     Attributes:
-        lease_s: of that store.
+        lease_s: seconds of the store's lease.
         longest_s: duration of the longest call so far.
     """
 

@@ -66,12 +66,12 @@ class Toll:
         removed: acknowledged pages that were reclaimed later.
         read: pages whose bytes were compared.
         written: ordinary pages that had been written when the power failed.
-        lost: those of them that were missing afterwards.
+        lost: written pages that were missing afterwards.
         reclaimed: segments that were reclaimed.
         evicted: pages whose eviction by an operator was acknowledged.
         gone: evicted pages that were missing after a cut, as they must be.
         doubtful: pages with an eviction that was not acknowledged when the power failed.
-        returned: those of them that were found afterwards.
+        returned: doubtful pages that were found afterwards.
     """
 
     cuts: int = 0

@@ -42,7 +42,7 @@ class Waits:
 
     Attributes:
         lookups: number of lookups.
-        misses: those without a hit of all pages.
+        misses: number of lookups without a hit of all pages.
         half_s: median duration.
         worst_s: longest duration, without time waiting for the CPU.
         stalls_s: durations of more than 5 ms, corrected in the same way; the longest first.

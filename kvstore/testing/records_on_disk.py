@@ -18,7 +18,7 @@ class Record:
     """A page on disk.
 
     Attributes:
-        sequence: higher than that of what was submitted before.
+        sequence: sequence number, higher than of all that was submitted before.
         content: its bytes.
     """
 

@@ -150,12 +150,12 @@ class MemoryStore:
 
     async def watch(self) -> AsyncGenerator[Mapping[str, bytes], None]:
         """See :class:`~kvstore.cluster.store.RecordStore`."""
-        told: dict[str, bytes] | None = None
+        last: dict[str, bytes] | None = None
         while True:
             await self._call()
             shown = self._shared.shown()
-            if shown != told:
-                told = shown
+            if shown != last:
+                last = shown
                 yield shown
             await asyncio.sleep(POLL_S)
 

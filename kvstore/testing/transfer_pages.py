@@ -80,8 +80,8 @@ class TransferPages:
         digests = np.frombuffer(self.digests, dtype=np.uint8).reshape(-1, DIGEST_BYTES)
         return PageTransfer(
             number, endpoint, ticket, self.ranges[pages], rows(self._room)[pages],
-            self.seeds[pages], digests[pages].tobytes(), deadline_ns, self._told(pages),
+            self.seeds[pages], digests[pages].tobytes(), deadline_ns, self._addresses_of(pages),
         )  # fmt: skip
 
-    def _told(self, pages: slice) -> bytes:
+    def _addresses_of(self, pages: slice) -> bytes:
         return np.frombuffer(self.addresses, dtype=np.uint64)[pages].tobytes()

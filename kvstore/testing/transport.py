@@ -143,7 +143,7 @@ class MemoryPair:
             each.close()
 
 
-Told = TypeVar("Told", TransferEnd, TransferSettled)
+Ended = TypeVar("Ended", TransferEnd, TransferSettled)
 
 
 class TransportDriver:
@@ -166,13 +166,13 @@ class TransportDriver:
     def pages(self, page_bytes: int, count: int, *, gap: int = 0) -> TransferPages:
         """Pages in memory that both transports know."""
         pages = TransferPages(page_bytes, count, gap=gap, memory=self._pair.memory)
-        told = self.owner.addresses(pages.granted())
+        addresses = self.owner.addresses(pages.granted())
         give_up_s = time.monotonic() + WAIT_S
-        while told is None:
+        while addresses is None:
             assert time.monotonic() < give_up_s, "the owner's memory is never registered"
             self._pair.wait()
-            told = self.owner.addresses(pages.granted())
-        pages.addresses = told
+            addresses = self.owner.addresses(pages.granted())
+        pages.addresses = addresses
         return pages
 
     def now_ns(self) -> int:
@@ -198,7 +198,7 @@ class TransportDriver:
         """Release everything."""
         self._pair.close()
 
-    def _wait(self, kind: type[Told], number: int) -> Told:
+    def _wait(self, kind: type[Ended], number: int) -> Ended:
         give_up_s = time.monotonic() + WAIT_S + 1
         while True:
             for at, one in enumerate(self.left):

@@ -41,7 +41,7 @@ class LogFile:
         descriptor: its open file, or None.
         users: jobs that use it now.
         written: number of completed writes.
-        synced: how many of them are durable.
+        synced: number of writes that are durable.
         entries: packed footer entries of the records, until it is sealed.
         pairs: packed pair → its index in the footer, until it is sealed.
         sealing: a footer may have been written, so no more records may follow: a start that finds

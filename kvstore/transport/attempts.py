@@ -65,7 +65,7 @@ class Attempts:
     """All transfers that are not settled.
 
     Args:
-        in_flight_bytes_max: bytes of all of them.
+        in_flight_bytes_max: maximum bytes of all transfers in flight.
         patient: a process is replaced when all that it moves has ended, or was late; meanwhile it
             gets nothing. One that hangs in a first contact is replaced at once.
 

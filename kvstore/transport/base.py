@@ -53,7 +53,7 @@ class PageTransfer:
     """Read pages of one size from a peer, or write them to it.
 
     Attributes:
-        number: chosen by the caller; not that of another unsettled transfer.
+        number: number chosen by the caller; no other unsettled transfer has it.
         endpoint: of the peer's transport, as reported by it.
         ticket: 16 bytes that the peer granted.
         remote: place of each page in the peer's memory, 1 to 65,536, all of one length.
@@ -112,8 +112,8 @@ class PageTransfer:
         """One :class:`PageArrival` for each page from ``first`` to before ``stop``."""
         pages = slice(first, stop)
         found = mover.digest(self.local[pages], self.page_bytes, self.seeds[pages])
-        told = self.digests[first * DIGEST_BYTES : stop * DIGEST_BYTES]
-        wanted = np.frombuffer(told, dtype=np.uint8).reshape(-1, DIGEST_BYTES)
+        digests = self.digests[first * DIGEST_BYTES : stop * DIGEST_BYTES]
+        wanted = np.frombuffer(digests, dtype=np.uint8).reshape(-1, DIGEST_BYTES)
         right = (found == wanted).all(axis=1)
         return np.where(right, PageArrival.RIGHT, PageArrival.WRONG).astype(np.uint8).tobytes()
 

@@ -300,16 +300,16 @@ class MooncakeTransport:
 
     def _publish(self) -> None:
         """Report the decisions of the attempts; under the lock."""
-        told, self._attempts.events = self._attempts.events, []
-        self._tell(told)
+        events, self._attempts.events = self._attempts.events, []
+        self._tell(events)
 
-    def _tell(self, told: Sequence[TransportEvent]) -> None:
-        for event in told:
+    def _tell(self, events: Sequence[TransportEvent]) -> None:
+        for event in events:
             if isinstance(event, TransferEnd):
                 self._counts["transfers_failed" if event.error else "transfers_done"] += 1
                 self._counts["wrong_pages"] += event.good.count(PageArrival.WRONG)
-        self._events.extend(told)
-        if told and not self._closed:
+        self._events.extend(events)
+        if events and not self._closed:
             os.eventfd_write(self._event, 1)
 
     # ---- the thread of the processes ----------------------------------------------------------
@@ -403,7 +403,7 @@ class MooncakeTransport:
                 case MemoryMapped():
                     self._mapped(engine, message)
                 case _:
-                    self._told(message)
+                    self._advance(message)
 
     def _began(self, engine: MooncakeEngine, port: int) -> None:
         """A process is ready: register all memory, then pass reads on.
@@ -440,7 +440,7 @@ class MooncakeTransport:
             with self._lock:
                 self._attempts.started()
 
-    def _told(self, message: FromEngine) -> None:
+    def _advance(self, message: FromEngine) -> None:
         """Process a message of the reading engine."""
         now_ns = time.monotonic_ns()
         with self._lock:

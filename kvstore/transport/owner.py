@@ -157,9 +157,9 @@ class PageOwner:
                 if not self._admit(caller):
                     return False
                 deadline_ns = min(deadline_ns, end_ns)
-                told = self._move(head, places, stream, deadline_ns)
-            if told:  # whoever hears that a write has ended may revoke its ticket at once
-                stream.send([told], deadline_ns)
+                answer = self._move(head, places, stream, deadline_ns)
+            if answer:  # whoever hears that a write has ended may revoke its ticket at once
+                stream.send([answer], deadline_ns)
         except TicketRefused as refusal:
             self._count("requests_refused")
             stream.send([pack_answer(refusal.status)], deadline_ns)

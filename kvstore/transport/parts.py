@@ -46,7 +46,7 @@ class UnderWay:
     Attributes:
         transfer: what to move.
         kind: whether it reads or writes.
-        parts: all of them.
+        parts: all parts of the transfer.
         good: one :class:`PageArrival` a page, so far.
         packed: its ranges as in a request.
         error: the first failure of a part.

@@ -46,7 +46,7 @@ class Regions:
 
         Args:
             addresses: its addresses here, shape (n,).
-            length: bytes at each of them.
+            length: bytes at each address.
 
         Returns:
             The other addresses, shape (n,); None if not all of it lies in pieces.

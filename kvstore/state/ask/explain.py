@@ -34,7 +34,7 @@ parent."""
 RUNS_MAX: Final = 64
 """Maximum spaces that are listed if several hold equally many pages of a prompt."""
 _STEP_SPACES: Final = 32
-_CONVERSATIONS_TOLD: Final = 4
+_CONVERSATIONS_SHOWN: Final = 4
 _NAME_CHARS: Final = 64
 _STEP_KEYS: Final = 256
 
@@ -125,11 +125,11 @@ class Explainer:
 
     def _kept_for(self, node: PrefixNode) -> str:
         """The conversations that keep it, and how long; or why none does any more."""
-        kept = self._conversations.of(node)[:_CONVERSATIONS_TOLD]
+        kept = self._conversations.of(node)[:_CONVERSATIONS_SHOWN]
         left = [(one.name, (one.expires_ns - self._now_ns) / _NS_PER_S) for one in kept]
-        told = [f"{name[:_NAME_CHARS]} ({max(0.0, seconds):.0f} s left)" for name, seconds in left]
-        if told:
-            return f", kept for conversation {', '.join(told)}"
+        texts = [f"{name[:_NAME_CHARS]} ({max(0.0, seconds):.0f} s left)" for name, seconds in left]
+        if texts:
+            return f", kept for conversation {', '.join(texts)}"
         return self._gave_way(node.space, node.key)
 
     def _gave_way(self, space: PrefixTree, key: PrefixKey) -> str:

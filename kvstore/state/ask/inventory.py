@@ -89,7 +89,7 @@ def tiers_of(space: PrefixTree, shard: int, packed: bytes) -> Iterator[bytes]:
     Args:
         space: the space.
         shard: number of the shard.
-        packed: the keys; each step takes some of them.
+        packed: the keys, 32 bytes each; each step takes some keys.
     """
     bit = 1 << shard
     for start in range(0, len(packed), _STEP_KEYS * KEY_BYTES):

@@ -45,13 +45,13 @@ class KeepOutcome(NamedTuple):
     Attributes:
         pages: number of leading keys that are kept.
         cause: why the others are not.
-        added: the nodes that were not kept before, parents first.
+        newly_kept: the nodes that were not kept before, parents first.
         lost: the nodes of other conversations that gave way.
     """
 
     pages: int
     cause: KeepCause
-    added: list[PrefixNode]
+    newly_kept: list[PrefixNode]
     lost: list[PrefixNode]
 
 
@@ -348,7 +348,7 @@ class Conversations:
             if not self._make_room(step, size):
                 return "budget"
         self._take(found, key, node, size)
-        step.added.append(node)
+        step.newly_kept.append(node)
         return ""
 
     def _follows(self, found: Conversation, node: PrefixNode) -> bool:
@@ -464,19 +464,19 @@ class Conversations:
 class _Keep:
     """One call of :meth:`Conversations.keep`."""
 
-    __slots__ = ("added", "found", "left", "lost", "now_ns", "pages", "quota_bytes")
+    __slots__ = ("found", "left", "lost", "newly_kept", "now_ns", "pages", "quota_bytes")
 
     def __init__(self, found: Conversation, now_ns: int, quota_bytes: int) -> None:
         self.found = found
         self.now_ns = now_ns
         self.quota_bytes = quota_bytes
         self.pages = 0
-        self.added: list[PrefixNode] = []
+        self.newly_kept: list[PrefixNode] = []
         self.lost: list[PrefixNode] = []
         self.left = RELEASE_PAGES
 
     def outcome(self, cause: KeepCause) -> KeepOutcome:
-        return KeepOutcome(self.pages, cause, self.added, self.lost)
+        return KeepOutcome(self.pages, cause, self.newly_kept, self.lost)
 
 
 def _pin(node: PrefixNode, tier: Tier, change: int) -> None:

@@ -73,7 +73,7 @@ class DiskChecks:
         counts: counters.
 
     Attributes:
-        runs: those with waiting pages, now or a moment ago.
+        runs: runs with waiting pages, now or a moment ago.
     """
 
     def __init__(self, log: SegmentLog, queue: DiskQueue, counts: Counter[str]) -> None:

@@ -15,7 +15,7 @@ from kvstore.state.disk.jobs import (
 )
 from kvstore.state.tree.story import Story
 
-_TOLD: Final = (DiskRead, DiskCheck, DiskCopy)
+_RECORDED: Final = (DiskRead, DiskCheck, DiskCopy)
 """Jobs that are recorded in the story; a write is recorded when its first record starts."""
 
 
@@ -49,7 +49,7 @@ class DiskQueue:
         assert job.job not in self._under_way, "two jobs with one number"
         self._under_way[job.job] = job, of
         self.pending.append(job)
-        if isinstance(job, _TOLD):
+        if isinstance(job, _RECORDED):
             self._tell("begun", job, of)
 
     def submit_writes(self, jobs: list[DiskWrite], of: RecordOf) -> None:
@@ -63,7 +63,7 @@ class DiskQueue:
     def end(self, number: int, error: KVStoreError | None) -> tuple[DiskJob, RecordOf | None]:
         """The tier has ended a job; returns the job, and its page."""
         job, of = self._under_way.pop(number)
-        if not isinstance(job, DiskWrite) and isinstance(job, _TOLD):
+        if not isinstance(job, DiskWrite) and isinstance(job, _RECORDED):
             self._tell("ended" if error is None else error.code, job, of)
         return job, of
 

@@ -62,7 +62,7 @@ class PageRecords:
     """All and only the records of one segment that their pages have, or will have, on disk.
 
     Attributes:
-        live_bytes: of these records.
+        live_bytes: bytes of the segment's records.
         stretches: the records, by offset.
     """
 

@@ -197,8 +197,8 @@ class Writes:
         jobs: list[DiskWrite] = []
         for at, key in enumerate(keys):
             digest = digests[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES]
-            told = tokens[at * token_bytes : (at + 1) * token_bytes] if tokens else b""
-            page = PageRecord(key, parent, identity, spec, page_bytes, digest, told)
+            token_ids = tokens[at * token_bytes : (at + 1) * token_bytes] if tokens else b""
+            page = PageRecord(key, parent, identity, spec, page_bytes, digest, token_ids)
             jobs.append(DiskWrite(self._queue.number(), places[at], page, slots[at]))
             parent = key
         self._queue.submit_writes(jobs, RecordOf(space, shard))

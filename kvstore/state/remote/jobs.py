@@ -85,7 +85,7 @@ class FetchEnd(NamedTuple):
         digests: 16 bytes for each leading page that arrived and matched its digest.
         error: why the others did not; None if the peer just does not have them.
         settled: nothing writes into the slots any more; if False, the node is told later.
-        kept: how long each of these pages is kept; empty = all until their room is needed.
+        kept: how long each fetched page is kept; empty = all until their room is needed.
     """
 
     job: int

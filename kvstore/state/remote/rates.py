@@ -30,9 +30,9 @@ class PeerRate:
         size_bytes: bytes received in the current sample.
         away_until_ns: it delivered nothing, and is not asked before.
         pages: pages delivered in total.
-        bytes: of these pages.
+        bytes: bytes of the delivered pages.
         missing_pages: pages that were requested and not delivered.
-        retried_pages: of these, pages that were then requested from another peer.
+        retried_pages: missing pages that were then requested from another peer.
         failed_jobs: jobs that delivered less than was requested.
     """
 

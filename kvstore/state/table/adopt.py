@@ -117,8 +117,8 @@ class _Doubts(NamedTuple):
 
     def contradict(self, node: PrefixNode, position: int, parent_key: PrefixKey) -> bool:
         """Whether a record names another parent for a page than an earlier record did."""
-        told = node.key_before(position)
-        return (self.lost[node] if told is None else told or _NO_PARENT) != parent_key
+        earlier = node.key_before(position)
+        return (self.lost[node] if earlier is None else earlier or _NO_PARENT) != parent_key
 
 
 def _home(

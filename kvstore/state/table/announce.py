@@ -53,11 +53,11 @@ class Announcement:
             return
         found = self._reading[0].tokens if self._reading is not None else {}
         for node, shard in pages:
-            told = [found.get((node.space.number, key), b"") for key in node.key_list()]
-            if all(told) or not any(told):
-                table.residents.emit(TierStored, node, shard, "ssd", b"".join(told))
+            token_ids = [found.get((node.space.number, key), b"") for key in node.key_list()]
+            if all(token_ids) or not any(token_ids):
+                table.residents.emit(TierStored, node, shard, "ssd", b"".join(token_ids))
                 continue
-            for page, tokens in zip(node.copies(), told, strict=True):
+            for page, tokens in zip(node.copies(), token_ids, strict=True):
                 table.residents.emit(TierStored, page, shard, "ssd", tokens)
         self._reading = None
         for _ in range(min(SHELVES, len(self._waiting))):

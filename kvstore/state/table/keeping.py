@@ -101,7 +101,7 @@ class Keeping:
         self._held.counts["gave_way_pages"] += len(out.lost)
         self._held.unprotected(out.lost)
         pages, cause = out.pages, out.cause
-        refused = self._write(out.added) if tier == "ssd" else []
+        refused = self._write(out.newly_kept) if tier == "ssd" else []
         if refused:
             kept.give_back(space, name, refused)
             self._held.unprotected(refused)

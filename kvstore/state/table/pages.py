@@ -433,8 +433,8 @@ class PageTable:
             refusal = PageStatus.NO_ROOM
         granted = keys[: len(slots)]
         if slots:
-            told = tokens[: len(tokens) // len(keys) * len(slots)]
-            begin_pages(space, shard, granted, slots, parent, told, unknown=new.unknown)
+            granted_tokens = tokens[: len(tokens) // len(keys) * len(slots)]
+            begin_pages(space, shard, granted, slots, parent, granted_tokens, unknown=new.unknown)
             self.residents.owners.add(slots, granted, space)
         else:
             self.residents.tidy(head)

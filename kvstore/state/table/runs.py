@@ -306,8 +306,8 @@ def _stored(put: Put, part: list[PrefixNode], keys_of: list[list[PrefixKey]]) ->
     assert above is not None
     if len(part) == 1:
         return Stored(put.space, put.shard, keys_of[0], above.key, part[0].tokens)
-    told = [node.tokens for node in part]
-    tokens = b"".join(told) if all(told) else b""
+    token_ids = [node.tokens for node in part]
+    tokens = b"".join(token_ids) if all(token_ids) else b""
     return Stored(put.space, put.shard, [key for of in keys_of for key in of], above.key, tokens)
 
 

@@ -132,8 +132,8 @@ def _arrive(held: Residents, load: PageLoad) -> None:
             held.drop(node, shard, "corrupt" if isinstance(error, PageCorrupt) else "unreadable")
         else:
             came = True
-            told = load.tokens[at:end]
-            _promote(held, node, shard, slots, b"".join(told) if all(told) else b"")
+            token_ids = load.tokens[at:end]
+            _promote(held, node, shard, slots, b"".join(token_ids) if all(token_ids) else b"")
             for fetch in waiters:
                 held.fetches.keep(fetch, slots)
             held.add_candidate(node)

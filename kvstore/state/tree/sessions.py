@@ -80,8 +80,8 @@ class Put:
     Attributes:
         space: their space.
         shard: their shard number.
-        keys: of each granted page, in chain order, until it is committed.
-        slots: of each of these pages.
+        keys: key of each granted page, in chain order, until the put is committed.
+        slots: slot of each granted page.
         size_bytes: slot bytes, counted against the quota until the put is gone.
         since_ns: when its slots were granted.
         lost: its writer may still write; its slots are in LIMBO.
@@ -139,7 +139,7 @@ class Peer:
         tenants: the tenants that it may use; None = any.
         remote: it is another node, which reads over the network and checks digests: what it holds
             is released when its connection or a deadline ends.
-        node: name of that node.
+        node: name of the node at the other end.
     """
 
     identity: int
@@ -453,8 +453,8 @@ def _shard_number(space: PrefixTree, spec: ShardSpec, page_bytes: int) -> int:
 
 def _merge(spec: ShardSpec, known: dict[str, tuple[int, int]]) -> tuple[int, int]:
     """(window_pages, head_dim) of the group of ``spec``; head_dim 0 = none of its shards tells."""
-    _, told = known.get(spec.group, (0, 0))
-    return spec.window_pages, told or getattr(spec.layout, "head_dim", 0)
+    _, head_dim = known.get(spec.group, (0, 0))
+    return spec.window_pages, head_dim or getattr(spec.layout, "head_dim", 0)
 
 
 def _refuse_contradiction(spec: ShardSpec, known: dict[str, tuple[int, int]]) -> None:

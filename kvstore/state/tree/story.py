@@ -16,7 +16,7 @@ from kvstore.protocol.page import KEY_BYTES, PrefixKey
 from kvstore.state.tree.node import PrefixNode
 
 EVENTS_MAX: Final = 4096
-TOLD_MAX: Final = 64
+SHOWN_MAX: Final = 64
 """Maximum events in a note: the last ones of the page, or of all pages if the page is unknown."""
 _READ_FROM: Final = "read from "
 """Prefix of the event of pages that were read from a peer; its name follows."""
@@ -116,10 +116,10 @@ class Story:
         if isinstance(error, KVStoreError | StopIteration) or hasattr(error, "__notes__"):
             return  # a refusal, the end of an iterator, or it has the events already
         node = _concerned(error)
-        told = list(self) if node is None else _of(node, self)
+        last = list(self) if node is None else _of(node, self)
         of = "any page" if node is None else f"page {node.key.hex()[:16]}"
-        lines = [f"the last events of {of}, {len(told)} of {len(self._events)}; the last one last:"]
-        for one in told[-TOLD_MAX:]:
+        lines = [f"the last events of {of}, {len(last)} of {len(self._events)}; the last one last:"]
+        for one in last[-SHOWN_MAX:]:
             ago_s = (self._events[-1][0] - one.now_ns) / _NS
             lines.append(
                 f"{ago_s:.6f} s before, tick {one.tick}: {one.what}: {one.key.hex()[:16]}"

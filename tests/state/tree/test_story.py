@@ -5,7 +5,7 @@ import pytest
 from kvstore.protocol.errors import CapacityError
 from kvstore.state.table.invariants import check
 from kvstore.state.tree.node import PrefixNode, Retention
-from kvstore.state.tree.story import EVENTS_MAX, TOLD_MAX, Story
+from kvstore.state.tree.story import EVENTS_MAX, SHOWN_MAX, Story
 from tests.state.disk.disk_world import DiskWorld
 from tests.state.world import World, key
 
@@ -138,14 +138,14 @@ def test_without_a_page_the_last_events_of_all_are_told():
     world = World(extents=8, slots_each=256)
     engine = world.process()
     space = world.space(engine)
-    for at in range(2 * TOLD_MAX):
+    for at in range(2 * SHOWN_MAX):
         world.store(engine, space, chr(0x4E00 + at))
 
     lines = told(world.table.story, None)
 
-    assert len(lines) == 1 + TOLD_MAX
+    assert len(lines) == 1 + SHOWN_MAX
     assert "of any page" in lines[0]
-    assert key(chr(0x4E00 + 2 * TOLD_MAX - 1)).hex()[:16] in lines[-1]
+    assert key(chr(0x4E00 + 2 * SHOWN_MAX - 1)).hex()[:16] in lines[-1]
 
 
 def test_the_story_forgets_what_is_long_ago():
