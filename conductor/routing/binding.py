@@ -238,14 +238,19 @@ class SecondsChooser:
 def least_seconds(
     policy: Policy, view: View, waiting: Waiting, rows: Sequence[int]
 ) -> Sequence[float]:
-    """Seconds of prompts at the engine that needs the fewest, queues left out; 0 = unknown."""
+    """Seconds of prompts, queues left out; 0 = unknown.
+
+    They are those at the engine for which a request waits, else where it needs the fewest.
+    """
     if not rows or policy.fetches is None or view.costs is None:
         return [0.0] * len(rows)
     prices, seconds = Prices(view.costs, policy.fetches), []
     for row in rows:
         firsts = serving(view, waiting.models[row]).computing
+        bound = view.row_of(waiting.bound[row]) if waiting.bound[row] else None
         if firsts.firsts:
-            seconds.append(prices.least_s(prompt_of(view, waiting, row), firsts.rows))
+            engines = firsts.rows if bound is None else np.array([bound], dtype=np.intp)
+            seconds.append(prices.least_s(prompt_of(view, waiting, row), engines))
         else:
             seconds.append(0.0)
     return seconds

@@ -294,8 +294,8 @@ class Waiting:
         tenants: on whose behalf they are; empty = unknown.
         sessions: conversations that they belong to; empty = unknown.
         matches: how much of each prompt each engine has, as it was looked up last.
-        least_s: seconds of each prompt at the engine that needs the fewest, queues left out, as of
-            then; 0 = unknown.
+        least_s: seconds of each prompt at the engine for which it waits, else at the engine that
+            needs the fewest, queues left out, as of then; 0 = unknown.
         bound: the engine for which each waits if it has been chosen already; else empty.
         kinds: equal for those of one model that have failed at the same engines, and wait for the
             same one.

@@ -167,7 +167,7 @@ class Dispatcher:
         for engine_id in known.held:
             self.loads.arrived(number, engine_id, now)
         if known.assign.decode in known.held:
-            self._decodes(known, known.assign.decode, now, told=True)
+            self._decodes(known, known.assign.decode, now, is_reported=True)
 
     def ended(
         self, number: int, output_tokens: int, now: float, restored: Restored | None = None
@@ -188,13 +188,17 @@ class Dispatcher:
         self.admission.ended(number, output_tokens, now)
         self._attained.ended(number, output_tokens, now)
 
-    def _decodes(self, known: KnownRequest, engine_id: str, now: float, *, told: bool) -> None:
-        """A request decodes from now on; ``told``: its first token was reported."""
+    def _decodes(
+        self, known: KnownRequest, engine_id: str, now: float, *, is_reported: bool
+    ) -> None:
+        """A request decodes from now on; ``is_reported``: its first token was reported."""
         engine = self._registry.get(engine_id)
         if engine is not None:
             number, tokens = known.request.number, known.request.tokens or 0
             answer, rank = self.admission.answer(number), known.rank(engine_id)
-            self.loads.decodes(number, engine.info, tokens, now, answer, rank, told=told)
+            self.loads.decodes(
+                number, engine.info, tokens, now, answer, rank, is_reported=is_reported
+            )
             step_s = self.loads.step_s(engine.info)
             self.admission.decodes(number, tokens, step_s, now)
 
@@ -318,6 +322,7 @@ class Dispatcher:
                 elif isinstance(decision, Hold) and decision.engine:
                     self._waiting[decision.request].bound = decision.engine
                     self._rows.bind(decision.request, decision.engine)
+                    self._learned.add(decision.request)  # what it needs there
                 elif isinstance(decision, Reject):
                     self._remove(self._known[decision.request])
                 if not isinstance(decision, Hold):
@@ -374,7 +379,7 @@ class Dispatcher:
         self._places.unpromise(known.promised)
         self.loads.left(known.request.number, known.promised, now)
         known.assign = replace(known.assign, decode=decode)
-        self._decodes(known, decode, now, told=False)  # its KV is on its way
+        self._decodes(known, decode, now, is_reported=False)  # its KV is on its way
         engine = self._registry.get(decode)
         if engine is not None:
             self.loads.hands_over(known.request.number, engine.info, known.missing(decode), now)

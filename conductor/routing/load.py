@@ -275,7 +275,7 @@ class EngineLoads:
         answer: Answer = NO_ANSWER,
         rank: int | None = None,
         *,
-        told: bool = True,
+        is_reported: bool = True,
     ) -> None:
         """A request starts to decode; its KV has arrived, or comes now, if computed elsewhere.
 
@@ -286,12 +286,12 @@ class EngineLoads:
             now: time.
             answer: what is expected of it.
             rank: data-parallel rank to which it was sent; None = the engine chooses one.
-            told: whether its first token was reported; else nothing is learned of its steps.
+            is_reported: whether its first token was reported; else nothing is learned of its steps.
         """
         self._changed(info.id)
         load = self._of(info)
         bears_s = answer.bears_s(load.step_s())
-        load.decodes(number, tokens, now, told=told, bears_s=bears_s, rank=rank)
+        load.decodes(number, tokens, now, is_reported=is_reported, bears_s=bears_s, rank=rank)
 
     def decoded(self, number: int, engine_id: str, output_tokens: int, now: float) -> None:
         """A request has got all its tokens; learn how long a step took meanwhile."""

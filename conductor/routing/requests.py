@@ -79,7 +79,7 @@ class KnownRequest:
         held: engines at which it has a place.
         promised: its decode engine, at which it has no place yet.
         arrived: whether its KV has arrived, so that it waits for this place.
-        least_s: seconds of its prompt where it needs the fewest; 0 = unknown.
+        least_s: seconds of its prompt where it waits, else where it needs the fewest; 0 = unknown.
         bound: engine for which it waits; empty = none has been chosen.
     """
 

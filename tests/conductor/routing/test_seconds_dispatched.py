@@ -300,6 +300,23 @@ def test_who_gives_up_its_engine_leaves_another_to_those_who_wait_for_it(policy:
     assert decide(32.0) == [(2, "other")], "now nobody waits for it"
 
 
+def test_who_waits_for_an_engine_counts_there_with_what_it_needs_there() -> None:
+    registry = EngineRegistry()
+    for name in ("has", "other"):
+        registry.register(info(name, "mixed", 1), 0.0)
+    desk = dispatcher(registry, "cache-local")
+    for number in range(40):
+        desk.arrive(Request(number=number, model="m", arrived=0.0, tokens=TOKENS))
+    for now in (0.0, 0.001):
+        for number, _ in desk.due(now):
+            desk.learn(number, {"has": Prefix(TOKENS // 2, 0, TOKENS // 2)})
+        desk.step(now)
+        desk.check()
+
+    needs = {one.bound: one.least_s for one in desk._waiting.values()}
+    assert needs["other"] > 1.5 * needs["has"] > 0
+
+
 def over_one(places: int = 64, policy: str = "earliest-first-token") -> Dispatcher:
     """A dispatcher over one mixed engine "e"."""
     registry = EngineRegistry()
