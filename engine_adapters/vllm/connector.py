@@ -25,7 +25,7 @@ from engine_adapters.vllm.label import label_of
 from engine_adapters.vllm.names import has_strong_hashes, names_of
 from engine_adapters.vllm.options import page_tokens_of, read_options
 from engine_adapters.vllm.stats import StoreMetrics, StoreStats
-from engine_adapters.vllm.support import may_load, takes_whole
+from engine_adapters.vllm.support import drop_wrong_parameters, may_load, takes_whole
 from engine_adapters.vllm.tensors import pool_of
 from kvstore.client.store import KVStore
 from kvstore.engine.identity import cover, shard_specs, space_identity
@@ -234,7 +234,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._deciding.bind(_Holder(gpu_block_pool), gpu_block_pool.num_gpu_blocks)
 
     def on_new_request(self, request: Any) -> None:
-        """A new request has arrived."""
+        """A new request has arrived; vLLM reads its parameters after this."""
+        drop_wrong_parameters(request)
         names = names_of(request, strong_hashes=self._strong_hashes)
         self._deciding.see(request, names)
 
