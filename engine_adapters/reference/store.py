@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
+import numpy as np
 
 from engine_adapters.reference.jobs import PutJob, RestoreJobs, joint_result
 from engine_adapters.reference.metrics import Metrics
@@ -234,13 +235,13 @@ class StoreAdapter:
             keys = request.keys[first:pages]
             restore.page_jobs = self._submit_restore(spaces.shared, keys, restore.blocks)
         # The tail is useful only after all full pages of the prompt.
-        complete = pages == request.prompt_tokens // self._page_tokens
-        if handoff is not None and handoff.tail_key and complete:
+        full, tail_tokens = divmod(request.prompt_tokens, self._page_tokens)
+        if handoff is not None and handoff.tail_key and tail_tokens and pages == full:
             tail = request.blocks[pages * self._page_blocks : (pages + 1) * self._page_blocks]
-            keys = PrefixKeys(bytes.fromhex(handoff.tail_key))
+            keys = _tail_key(handoff.handoff_id, request)
             self._find_tail(spaces.handoff, keys, handoff)
             restore.tail_jobs = self._submit_restore(spaces.handoff, keys, tail)
-            restore.tail_blocks, restore.tail_tokens = tail, handoff.tail_tokens
+            restore.tail_blocks, restore.tail_tokens = tail, tail_tokens
         if not restore.jobs():
             return False
         self._allocator.retain(restore.blocks + restore.tail_blocks)
@@ -363,7 +364,7 @@ class StoreAdapter:
         return refused or now - request.phase_began > FLUSH_TIMEOUT_S
 
     def _offer_tail(self, request: Request, now: float) -> None:
-        """Store the prompt's unfilled last page under a random key, which is only in the answer."""
+        """Store the prompt's unfilled last page under a key that only the answer makes known."""
         spaces = self._open()
         if spaces is None or len(self._puts) >= PUTS_MAX:
             return
@@ -374,8 +375,9 @@ class StoreAdapter:
         blocks = request.blocks[full * self._page_blocks : (full + 1) * self._page_blocks]
         end = (full + 1) * self._page_tokens
         self._pool.zero_slots(self._pool.slots(request.blocks, request.prompt_tokens, end))
-        key = hashlib.sha256(request.handoff_id.encode()).digest()
-        self._submit_put(spaces.handoff, request, PrefixKeys(key), blocks, now, tail_key=key.hex())
+        key = _tail_key(request.handoff_id, request)
+        name = key.packed.hex()
+        self._submit_put(spaces.handoff, request, key, blocks, now, tail_key=name)
 
     def _submit_put(
         self, space: Space, request: Request, keys: PrefixKeys, blocks: list[int], now: float,
@@ -473,3 +475,14 @@ class StoreAdapter:
         if error.code not in self._logged:
             self._logged.add(error.code)
             _log.warning("store, %s: %s (%s; logged once)", doing, error, error.code)
+
+
+def _tail_key(handoff_id: str, request: Request) -> PrefixKeys:
+    """The key of a prompt's unfilled last page.
+
+    It names the prompt: a router may mix handoffs up, and a client may write what it likes. Then
+    nothing is found, and the tail is computed.
+    """
+    tokens = np.asarray(request.tokens[: request.prompt_tokens], dtype="<i8").tobytes()
+    name = hashlib.sha256(handoff_id.encode("utf-8", "surrogatepass")).digest()
+    return PrefixKeys(hashlib.sha256(name + tokens).digest())

@@ -22,10 +22,10 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from engine_adapters.vllm.drafts import DraftSteps, has_draft_layers
 from engine_adapters.vllm.facts import check_stage, check_version, heads_apart, read_facts
 from engine_adapters.vllm.label import label_of
-from engine_adapters.vllm.names import names_of
+from engine_adapters.vllm.names import has_strong_hashes, names_of
 from engine_adapters.vllm.options import page_tokens_of, read_options
 from engine_adapters.vllm.stats import StoreMetrics, StoreStats
-from engine_adapters.vllm.support import may_load, takes_whole
+from engine_adapters.vllm.support import drop_wrong_parameters, may_load, takes_whole
 from engine_adapters.vllm.tensors import pool_of
 from kvstore.client.store import KVStore
 from kvstore.engine.identity import cover, shard_specs, space_identity
@@ -124,8 +124,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker: WorkerSide | None = None
         self._report: WorkerReport | None = None
         self._invalid: set[int] = set()
-        algorithm = vllm_config.cache_config.prefix_caching_hash_algo
-        self._strong_hashes = algorithm.startswith("sha256")
+        self._strong_hashes = has_strong_hashes(
+            vllm_config.cache_config, vllm_config.model_config.multimodal_config
+        )
         if on_scheduler:
             self._begin_scheduling(transfer)
 
@@ -233,7 +234,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._deciding.bind(_Holder(gpu_block_pool), gpu_block_pool.num_gpu_blocks)
 
     def on_new_request(self, request: Any) -> None:
-        """A new request has arrived."""
+        """A new request has arrived; vLLM reads its parameters after this."""
+        drop_wrong_parameters(request)
         names = names_of(request, strong_hashes=self._strong_hashes)
         self._deciding.see(request, names)
 

@@ -23,7 +23,7 @@ from engine_adapters.vllm.drafts import (
     draft_settings,
     has_draft_layers,
 )
-from engine_adapters.vllm.names import ENGINE, length_settings
+from engine_adapters.vllm.names import ENGINE, length_settings, media_settings
 from engine_adapters.vllm.support import (
     TESTED_VERSIONS,
     check_groups,
@@ -194,7 +194,11 @@ def _settings(config: Any, layers: Iterable[str]) -> dict[str, str]:
     }
     if settings["load_format"].endswith("dummy"):
         settings["seed"] = str(model.seed)
-    return settings | length_settings(hf, model.max_model_len)
+    return (
+        settings
+        | length_settings(hf, model.max_model_len)
+        | media_settings(model.multimodal_config)
+    )
 
 
 def _draft_revision(config: Any, given: str) -> str:

@@ -3,20 +3,30 @@
 Pure, except that it reads LoRA files.
 """
 
+import functools
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from kvstore.engine.identity import lora_parts, salt_parts
-from kvstore.engine.requests import PromptScope, files_fingerprint
+from kvstore.engine.requests import PromptScope, weights_fingerprint
 from kvstore.protocol.page import PrefixKeys
 
 ENGINE: Final = "vllm"
 """Part of every page's name."""
 TIER_KEY_BYTES: Final = 32 + 4
 """Length of vLLM's key of a chunk: a sha256 hash and the number of a group."""
+_MEDIA_SETTINGS: Final = (
+    "media_io_kwargs", "mm_processor_kwargs", "mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path",
+    "video_pruning_rate", "video_pruning_method",
+)  # fmt: skip
+"""Those of a server that change what it makes of an image; vLLM's hash of the image has only those
+of the request."""
+_CONTENT_HASH: Final = re.compile(r"(.*:)?([0-9a-f]{64}|[0-9a-f]{128})", re.DOTALL)
+"""blake3, sha256 or sha512, perhaps after the name of an adapter."""
 
 
 def length_settings(hf_config: Mapping[str, Any], request_tokens: int) -> dict[str, str]:
@@ -34,22 +44,73 @@ def length_settings(hf_config: Mapping[str, Any], request_tokens: int) -> dict[s
     return {"request_tokens": str(request_tokens)} if depends else {}
 
 
+def media_settings(multimodal: Any) -> dict[str, str]:
+    """What a server sets for images, audio and videos, where it changes their KV.
+
+    Args:
+        multimodal: vLLM's ``MultiModalConfig``; None = the model takes text only.
+    """
+    values = {name: one for name in _MEDIA_SETTINGS if (one := getattr(multimodal, name, None))}
+    # vLLM always names a method of pruning, also where nothing is pruned.
+    if not values.keys() - {"video_pruning_method"}:
+        return {}
+    return {"media": json.dumps(values, default=str, sort_keys=True)}
+
+
+def has_strong_hashes(cache: Any, multimodal: Any) -> bool:
+    """Whether vLLM's block hashes name the content of inputs other than tokens.
+
+    Without a prefix cache and without a cache of processed inputs vLLM does not hash images: it
+    counts them, in each process from 1.
+
+    Args:
+        cache: ``CacheConfig``.
+        multimodal: ``MultiModalConfig``; None = the model takes text only.
+    """
+    counted = (
+        multimodal is not None
+        and not multimodal.mm_processor_cache_gb
+        and not cache.enable_prefix_caching
+    )
+    return cache.prefix_caching_hash_algo.startswith("sha256") and not counted
+
+
+@functools.lru_cache(maxsize=1024)
+def adapter_weights(path: str, number: int) -> str:
+    """A fingerprint of an adapter's files at the time of the first call; empty = there is none.
+
+    Args:
+        path: where vLLM has loaded it from: a folder on this machine, or something else.
+        number: vLLM's number of the adapter; it has another one when it was loaded again.
+    """
+    del number
+    try:
+        return weights_fingerprint(str(Path(path).expanduser()))
+    except (OSError, RuntimeError):  # a file is gone or cannot be read; nobody's home
+        return ""
+
+
 def names_of(request: Any, *, strong_hashes: bool) -> PromptScope:
     """The identity of a request's KV besides the tokens.
 
     Args:
         request: vLLM's request.
-        strong_hashes: whether the engine's block hashes are collision-resistant.
+        strong_hashes: whether the engine's block hashes are collision-resistant, and made of the
+            content of all inputs.
     """
     parts: tuple[tuple[str, str], ...] = ()
+    known = True
     adapter = request.lora_request
     if adapter is not None:
-        folder = Path(adapter.lora_path)
-        weights = files_fingerprint(folder) if folder.is_dir() else ""
+        weights = adapter_weights(adapter.lora_path, adapter.lora_int_id)
         parts = lora_parts(adapter.lora_name, adapter.lora_path, weights)
+        # One that was loaded in place keeps its number, whatever its files were before.
+        known = bool(weights) and not getattr(adapter, "load_inplace", False)
     parts += salt_parts(request.cache_salt or "")
     foreign = bool(request.mm_features) or request.prompt_embeds is not None
-    usable = not request.resumable and (strong_hashes or not foreign)
+    # A client may name an image itself, and give another one the same name.
+    hashed = all(_CONTENT_HASH.fullmatch(one.identifier) for one in request.mm_features or ())
+    usable = known and not request.resumable and (not foreign or (strong_hashes and hashed))
     return PromptScope(parts, foreign, usable)
 
 

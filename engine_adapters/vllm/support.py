@@ -100,6 +100,16 @@ def may_load(request: Any) -> bool:
     return not (request.skip_reading_prefix_cache or every)
 
 
+def drop_wrong_parameters(request: Any) -> None:
+    """Remove ``kv_transfer_params`` of a request that are no mapping.
+
+    A client can send any value in ``vllm_xargs``. Without a connector vLLM ignores it; with one its
+    scheduler ends in an AttributeError, and the engine with it.
+    """
+    if not isinstance(request.kv_transfer_params, dict):
+        request.kv_transfer_params = None
+
+
 def is_state(spec: Any) -> bool:
     """Whether a group with this ``KVCacheSpec`` has states instead of KV for each token."""
     return type(spec).__name__ in _STATES

@@ -27,6 +27,7 @@ from kvstore.client.endpoint import (
 )
 from kvstore.client.exchange import Connection
 from kvstore.client.mapping import Mapping, Use
+from kvstore.client.notices import Notices
 from kvstore.client.reconnecting import Effects, Reconnecting, StoreMove
 from kvstore.protocol import wire
 from kvstore.protocol.errors import (
@@ -100,6 +101,7 @@ class Link:
         """Connect if the node is there; otherwise the background thread keeps trying."""
         self.path = path
         self._level = level
+        self._notices = Notices(log, name, path, level)
         self.name = name
         self.session = session
         self.engine = engine
@@ -123,8 +125,7 @@ class Link:
             self._dial()
         except KVStoreError as error:
             self._refusal, self.why = str(error), self._without_path(error)
-            log.log(level, "%s: no node at %s (%s); everything is a miss until it is there",
-                    name, path, self.why)  # fmt: skip
+            self._notices.absent(self.why)
         self._start()
         forks.register(self)
 
@@ -310,8 +311,7 @@ class Link:
         connection.close(why)
         self._wake.set()
         if not closing:
-            log.log(self._level, "%s: lost the node at %s (%s); misses until it is back",
-                    self.name, self.path, why)  # fmt: skip
+            self._notices.lost(why)
 
     # ---- moves ------------------------------------------------------------------------------
 
@@ -411,7 +411,7 @@ class Link:
                 self._refusal = str(error)
                 log.log(self._level, "%s: %s; misses until that changes", self.name, error)
         else:
-            log.info("%s: connected to the node at %s again", self.name, self.path)
+            self._notices.back()
 
     def _ask(self) -> None:
         """Ask which extents are gone: an idle client would not notice otherwise."""

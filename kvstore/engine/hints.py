@@ -77,8 +77,9 @@ def read_hints(request: Request, counts: AdapterCounts) -> FetchHint:
         counts: counts of the adapter; counts requests with a hint, and ignored hints.
     """
     found = getattr(request, "kv_hints", None)
-    if found is None:
-        found = (request.kv_transfer_params or {}).get("kv_hints")
+    parameters: object = request.kv_transfer_params
+    if found is None and isinstance(parameters, dict):  # a client may send anything
+        found = parameters.get("kv_hints")
     hint, ignored = _read(found) if found is not None else (FetchHint(), 0)
     counts.add("fetch_hints", bool(hint.node))
     counts.add("hints_ignored", ignored)

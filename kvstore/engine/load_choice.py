@@ -139,7 +139,8 @@ class Choice(NamedTuple):
         pages: leading pages to load.
         load_s: expected seconds to load these pages; to load all pages if none is loaded.
         compute_s: expected seconds to compute the loaded part instead, after the backlog; of all
-            tokens if nothing is loaded. Infinite while unknown.
+            tokens if nothing is loaded. Infinite while unknown, and where everything is loaded
+            however long that takes.
     """
 
     kind: str
@@ -248,8 +249,9 @@ class LoadChooser:
         load_s = self._load_s(asked, whole, ahead)
         compute_s = self._after_backlog_s(asked, whole)
         if self._rule is not Loads.FASTER:
-            pages = whole if self._rule is Loads.ALWAYS else 0
-            return Choice("load" if pages else "compute", "always", pages, load_s, compute_s)
+            if self._rule is Loads.ALWAYS:
+                return Choice("load", "always", whole, load_s, float("inf"))
+            return Choice("compute", "always", 0, load_s, compute_s)
         best = whole
         if compute_s < float("inf"):
             best = self._fastest(asked, ahead)

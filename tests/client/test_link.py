@@ -6,7 +6,7 @@ from time import monotonic
 
 import pytest
 
-from kvstore.client import exchange, link
+from kvstore.client import exchange, link, notices
 from kvstore.client.exchange import Connection
 from kvstore.protocol import wire
 from kvstore.protocol.errors import KVStoreError, PeerUnreachable, ProtocolError, TransferTimeout
@@ -221,3 +221,27 @@ def test_a_closed_link_answers_at_once_although_a_request_was_waiting(peer, conn
     assert isinstance(errors[0], PeerUnreachable)
     with pytest.raises(PeerUnreachable, match="closed"):
         connected.request(wire.Ping(0), TIMEOUT_S)
+
+
+def test_a_node_that_is_lost_again_and_again_is_said_once(
+    peer, connected, monkeypatch, wait_until, caplog
+):
+    def lose() -> None:
+        epoch = connected.epoch
+        with pytest.raises(TransferTimeout):
+            connected.request(wire.Ping(0), 0.01)
+        wait_until(lambda: connected.connected and connected.epoch > epoch)
+
+    caplog.set_level("INFO", "kvstore.client.link")
+    peer.answer = lambda request: None if isinstance(request, wire.Ping) else answer(request)
+    for _ in range(5):
+        lose()
+    said = [one.getMessage() for one in caplog.records]
+    assert sum("lost the node" in one for one in said) == 1
+    assert sum("connected to the node" in one for one in said) == 1
+
+    monkeypatch.setattr(notices, "SAY_S", 0.0)
+    caplog.clear()
+    lose()
+    (lost,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    assert lost.endswith("; 4 times more since this was said last")

@@ -65,6 +65,15 @@ def test_a_hint_names_the_holder_of_the_pages_that_are_the_requests_own():
     assert world.side.counts.take()["fetch_hints"] == 1
 
 
+@pytest.mark.parametrize("parameters", ["text", ["kv_hints"], 5, 0.5])
+def test_parameters_that_are_no_mapping_harm_nobody(parameters):
+    world = World()
+    request = Request("r", list(TOKENS), parameters)
+
+    assert world.side.match(request, PLAIN, 0)[0] == 0
+    assert world.side.finished("r") is None
+
+
 def test_a_hint_for_another_prompt_names_nothing():
     world = World()
     other = page_keys(TOKENS[1:], 64)

@@ -91,7 +91,8 @@ def test_with_a_crowded_disk_some_are_loaded_and_some_computed_and_all_are_earli
 
     assert counts["choices_load_faster"] + counts.get("choices_part_faster", 0) >= 15
     assert counts["choices_compute_faster"] >= 15
-    assert late_s[Loads.FASTER] <= 0.8 * min(late_s[Loads.ALWAYS], late_s[Loads.NEVER])
+    # Loads that are always taken are not given up when computing would have ended.
+    assert late_s[Loads.FASTER] <= 0.9 * min(late_s[Loads.ALWAYS], late_s[Loads.NEVER])
 
 
 def test_expectations_are_close_once_loads_were_measured():

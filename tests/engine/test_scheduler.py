@@ -196,6 +196,14 @@ def test_a_load_may_take_what_computing_takes_within_its_bounds():
         assert load.wait_s == pytest.approx(wait_s)
 
 
+def test_what_is_always_loaded_may_take_longer_than_computing():
+    world = World(load_timeout_ms=2000, load_timeout_ms_min=20, loads="always")
+    world.side.pace.seconds_per_token = 1e-6
+    world.store.answer = Hit(4, load_seconds=1.0)
+
+    assert world.load(request()).loads[0].wait_s == 2.0
+
+
 def test_what_could_not_be_loaded_is_computed_and_stored_again():
     world = World()
     world.store.answer = Hit(4)

@@ -6,7 +6,14 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from engine_adapters.vllm.names import ENGINE, length_settings, names_of, page_key
+from engine_adapters.vllm.names import (
+    ENGINE,
+    has_strong_hashes,
+    length_settings,
+    media_settings,
+    names_of,
+    page_key,
+)
 from engine_adapters.vllm.options import page_tokens_of, read_options
 from kvstore.engine.chain import ForeignChain
 from kvstore.engine.identity import chain_seed
@@ -48,8 +55,24 @@ def asked(**fields):
     return SimpleNamespace(**plain | fields)
 
 
-def adapter(name, path):
-    return SimpleNamespace(lora_name=name, lora_path=str(path))
+def adapter(name, path, number=1, *, in_place=False):
+    return SimpleNamespace(
+        lora_name=name, lora_path=str(path), lora_int_id=number, load_inplace=in_place
+    )
+
+
+def image(identifier="0f" * 32):
+    return SimpleNamespace(identifier=identifier)
+
+
+def media(**fields):
+    plain = {"mm_processor_cache_gb": 4.0, "mm_processor_kwargs": None, "media_io_kwargs": {},
+             "video_pruning_rate": None, "video_pruning_method": "evs"}  # fmt: skip
+    return SimpleNamespace(**plain | fields)
+
+
+def seed_of(request):
+    return chain_seed(names_of(request, strong_hashes=True).parts)
 
 
 def test_what_a_request_says_besides_tokens_names_its_kv(tmp_path):
@@ -62,18 +85,81 @@ def test_what_a_request_says_besides_tokens_names_its_kv(tmp_path):
         asked(lora_request=adapter("l", tmp_path / "a")),
         asked(lora_request=adapter("l", "/nowhere"), cache_salt="a"),
     ]  # fmt: skip
-    seeds = {chain_seed(names_of(one, strong_hashes=True).parts) for one in requests}
+    seeds = {seed_of(one) for one in requests}
 
     assert len(seeds) == len(requests)
     assert b"" in seeds
+    assert names_of(requests[6], strong_hashes=True).usable
+
+
+def test_an_adapter_that_is_loaded_again_is_looked_at_again(tmp_path):
+    file = tmp_path / "adapter.safetensors"
+    file.write_bytes(b"weights")
+    before = seed_of(asked(lora_request=adapter("l", tmp_path, 7)))
+    file.write_bytes(b"other weights")
+
+    assert seed_of(asked(lora_request=adapter("l", tmp_path, 7))) == before, "vLLM has the old ones"
+    assert seed_of(asked(lora_request=adapter("l", tmp_path, 8))) != before
+
+
+def test_kv_of_an_adapter_whose_weights_are_unknown_has_no_name(tmp_path):
+    (tmp_path / "adapter.safetensors").symlink_to(tmp_path / "gone")
+    wrong = [
+        adapter("l", "an-owner/an-adapter"),  # at the hub, whatever it is there now
+        adapter("l", tmp_path), adapter("l", "~nobody-at-all/a"),
+    ]  # fmt: skip
+    (tmp_path / "good").mkdir()
+    wrong.append(adapter("l", tmp_path / "good", in_place=True))
+
+    for one in wrong:
+        assert not names_of(asked(lora_request=one), strong_hashes=True).usable, one
+    assert names_of(asked(lora_request=adapter("l", tmp_path / "good")), strong_hashes=True).usable
 
 
 def test_inputs_that_are_no_tokens_are_named_only_by_hashes_that_can_be_trusted():
-    for fields in ({"mm_features": ["an image"]}, {"prompt_embeds": [0.5]}):
+    for fields in ({"mm_features": [image()]}, {"prompt_embeds": [0.5]}):
         assert names_of(asked(**fields), strong_hashes=True) == PromptScope((), True, True)
         assert not names_of(asked(**fields), strong_hashes=False).usable
     assert not names_of(asked(resumable=True), strong_hashes=True).usable
     assert names_of(asked(), strong_hashes=False) == PromptScope((), False, True)
+
+
+def test_an_image_is_named_by_its_content_or_not_at_all():
+    for name in ("renderer0-mm-1-image-0", "the logo", "0f" * 31, ""):
+        features = [image(), image(name)]
+        assert not names_of(asked(mm_features=features), strong_hashes=True).usable, name
+    for name in ("0f" * 32, "0f" * 64, "an adapter:" + "0f" * 32):
+        assert names_of(asked(mm_features=[image(name)]), strong_hashes=True).usable, name
+
+
+def test_block_hashes_without_any_cache_of_images_are_not_trusted():
+    def trusted(algorithm, *, prefixes, gb):
+        cache = SimpleNamespace(prefix_caching_hash_algo=algorithm, enable_prefix_caching=prefixes)
+        return has_strong_hashes(cache, media(mm_processor_cache_gb=gb))
+
+    assert trusted("sha256", prefixes=True, gb=0.0)
+    assert trusted("sha256_cbor", prefixes=False, gb=0.5)
+    assert not trusted("sha256", prefixes=False, gb=0.0), "vLLM counts images then"
+    assert not trusted("xxhash", prefixes=True, gb=4.0)
+    off = SimpleNamespace(prefix_caching_hash_algo="sha256", enable_prefix_caching=False)
+    assert has_strong_hashes(off, None), "there are no images"
+
+
+def test_servers_that_make_something_else_of_an_image_share_nothing():
+    plain = media_settings(media())
+    other = [
+        media_settings(media(**fields))
+        for fields in (
+            {"mm_processor_kwargs": {"do_normalize": False}},
+            {"mm_processor_kwargs": {"do_rescale": False}},
+            {"media_io_kwargs": {"image": {"rgba_background_color": [0, 0, 0]}}},
+            {"video_pruning_rate": 0.5},
+            {"video_pruning_rate": 0.5, "video_pruning_method": "vidcom2"},
+        )
+    ]
+
+    assert plain == media_settings(None) == {}, "names that earlier versions have used"
+    assert len({one["media"] for one in other}) == len(other)
 
 
 @pytest.mark.parametrize(

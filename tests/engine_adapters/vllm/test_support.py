@@ -13,6 +13,7 @@ from engine_adapters.vllm.support import (
     TESTED_VERSIONS,
     check_groups,
     check_model,
+    drop_wrong_parameters,
     heads_of,
     may_load,
     takes_whole,
@@ -213,3 +214,14 @@ def test_ranks_of_one_head_are_taken_for_copies_only_of_models_whose_layers_are_
     assert heads_on(8, 4, 1, "LlamaForCausalLM") == 4
     assert heads_on(8, 4, 1, "MiMoV2FlashForCausalLM") == 0
     assert heads_on(8, 4, 1, "DeciLMForCausalLM") == 0
+
+
+@pytest.mark.parametrize("wrong", ["text", ["a", 1], 5, 0.5, None])
+def test_parameters_that_are_no_mapping_are_removed_before_vllm_reads_them(wrong):
+    request, right = Values(kv_transfer_params=wrong), {"do_remote_decode": True}
+    drop_wrong_parameters(request)
+    assert request.kv_transfer_params is None
+
+    request.kv_transfer_params = right
+    drop_wrong_parameters(request)
+    assert request.kv_transfer_params is right
