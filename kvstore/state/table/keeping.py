@@ -101,8 +101,7 @@ class Keeping:
         self._held.counts["gave_way_pages"] += len(out.lost)
         self._held.unprotected(out.lost)
         pages, cause = out.pages, out.cause
-        refused = self._write(out.added) if tier == "ssd" else []
-        if refused:
+        if tier == "ssd" and (refused := out.added[self._tiers.ensure_all_written(out.added) :]):
             kept.give_back(space, name, refused)
             self._held.unprotected(refused)
             pages, cause = pages - len(refused), "disk"
@@ -145,13 +144,3 @@ class Keeping:
             gone = self.conversations.changed(changed)
             changed.clear()
             self._held.unprotected(gone)
-
-    def _write(self, nodes: list[PrefixNode]) -> list[PrefixNode]:
-        """Write pages that are not on disk; returns those that the disk does not accept now."""
-        for at, node in enumerate(nodes):
-            try:
-                for shard in list(node.digests) if is_live(node) else ():
-                    self._tiers.ensure_written(node, shard)
-            except CapacityError:
-                return nodes[at:]
-        return []
