@@ -267,7 +267,7 @@ class DiskPages:
         missing: dict[int, list[PrefixNode]] = {}
         for node in nodes if not self.degraded else ():
             shards = self._unwritten(node)
-            if not all([self.writes.is_dirty(node, shard) for shard in shards]):
+            if not all(self.writes.is_dirty(node, shard) for shard in shards):
                 break
             for shard in shards:
                 missing.setdefault(shard, []).append(node)

@@ -1,9 +1,9 @@
 """Writes of pages from memory to the SSD log, and the puts that wait for them. Pure.
 
 The pages of a write are one run, or single pages that follow each other, when it starts; meanwhile
-they may be split, dropped, and stored again. A write counts when all its records are in the file and the page before them is on disk:
-until then it waits for the write of that page, and its own followers wait for it. If a record
-failed, only the pages before that record count.
+they may be split, dropped, and stored again. A write counts when all its records are in the file
+and the page before them is on disk: until then it waits for the write of that page, and its own
+followers wait for it. If a record failed, only the pages before that record count.
 """
 
 from kvstore.protocol.errors import CapacityError, KVStoreError
