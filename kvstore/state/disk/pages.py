@@ -264,33 +264,10 @@ class DiskPages:
         Args:
             nodes: single pages of one space, each of which continues the one before it.
         """
-        missing: dict[int, list[PrefixNode]] = {}
-        for node in nodes if not self.degraded else ():
-            shards = self._unwritten(node)
-            if not all(self.writes.is_dirty(node, shard) for shard in shards):
-                break
-            for shard in shards:
-                missing.setdefault(shard, []).append(node)
-        for shard, those in missing.items():
-            alone = those[0].space.shards[shard].window_pages
-            for node in those if alone else those[-1:]:  # together with those before it
-                self.writes.begin(node, shard, self._now_ns, Durable())
-        self._reclaimer.advance_reclaim(self._memory.moment.tick)
-        for count, node in enumerate(nodes):
-            if self._unwritten(node):
-                return count
-        return len(nodes)
-
-    def _unwritten(self, node: PrefixNode) -> list[int]:
-        """Shards of which the node's READY page is not on disk, and is not being written."""
-        missing = node.ready & ~node.on_disk
-        if not missing:
-            return []
-        return [
-            shard
-            for shard in node.digests
-            if missing >> shard & 1 and not self.writes.holds(node, shard)
-        ]
+        if not self.degraded:
+            self.writes.begin_all(nodes, self._now_ns)
+            self._reclaimer.advance_reclaim(self._memory.moment.tick)
+        return self.writes.begun(nodes)
 
     def write_out(self, spaces: Iterable[PrefixTree]) -> None:
         """Before the node stops: write pages that are worth it, and sync; see :attr:`settled`."""

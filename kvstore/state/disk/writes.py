@@ -6,6 +6,8 @@ and the page before them is on disk: until then it waits for the write of that p
 followers wait for it. If a record failed, only the pages before that record count.
 """
 
+from collections.abc import Sequence
+
 from kvstore.protocol.errors import CapacityError, KVStoreError
 from kvstore.protocol.page import DIGEST_BYTES, KEY_BYTES, PrefixKey
 from kvstore.state.choice.admission import Admission, ask_later
@@ -111,6 +113,30 @@ class Writes:
             self._admission.take_back(admitted - begun, size)
         return begun == wanted
 
+    def begin_all(self, nodes: Sequence[PrefixNode], now_ns: int) -> None:
+        """Start to write the leading ones of single pages that follow each other, all that may be.
+
+        They are written regardless of admission, together, and as far as there is room.
+        """
+        missing: dict[int, list[PrefixNode]] = {}
+        for node in nodes:
+            shards = self._unwritten(node)
+            if not all(self.is_dirty(node, shard) for shard in shards):
+                break
+            for shard in shards:
+                missing.setdefault(shard, []).append(node)
+        for shard, those in missing.items():
+            alone = those[0].space.shards[shard].window_pages
+            for node in those if alone else those[-1:]:  # together with those before it
+                self.begin(node, shard, now_ns, Durable())
+
+    def begun(self, nodes: Sequence[PrefixNode]) -> int:
+        """How many leading pages are on disk or are being written, as far as they are READY."""
+        for count, node in enumerate(nodes):
+            if self._unwritten(node):
+                return count
+        return len(nodes)
+
     def wrote(self, job: DiskWrite, error: KVStoreError | None) -> list[tuple[PrefixNode, int]]:
         """A record was written, or failed; the last one of a write settles the write.
 
@@ -143,6 +169,15 @@ class Writes:
         for write in self._under_way if durable.outstanding else ():
             if durable in write.waiters:
                 write.waiters.remove(durable)
+
+    def _unwritten(self, node: PrefixNode) -> list[int]:
+        """Shards of which the node's READY page is not on disk, and is not being written."""
+        missing = node.ready & ~node.on_disk
+        if not missing:
+            return []
+        return [
+            shard for shard in node.digests if missing >> shard & 1 and not self.holds(node, shard)
+        ]
 
     def _begin_chain(
         self, chain: list[PrefixNode], shard: int, pages: int, durable: Durable | None
