@@ -3,14 +3,14 @@
 Arguments are checked in the same step that makes the change, before anything has changed.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from time import monotonic_ns
 from typing import Any, Final
 
 import msgspec
 
 from kvstore.node.movements import Demotion, Prefetch
-from kvstore.protocol.errors import InvalidArgument, KVStoreError
+from kvstore.protocol.errors import CapacityError, InvalidArgument, KVStoreError
 from kvstore.protocol.page import PrefixKey
 from kvstore.protocol.wire import KEEP_KEYS_MAX
 from kvstore.server import answers, operations
@@ -25,9 +25,9 @@ from kvstore.server.status import NodeStatus
 from kvstore.server.turns import Turns, Work
 from kvstore.server.verify import Verifier
 from kvstore.state.choice.policy import POLICIES
-from kvstore.state.choice.quotas import expiry
+from kvstore.state.choice.quotas import PIN_KEYS_MAX, expiry
 from kvstore.state.table.pages import PageTable
-from kvstore.state.tree.node import PrefixNode, is_live
+from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.tier.host import HostMemory
 
@@ -38,7 +38,6 @@ _SHRINK_PAGES: Final = 8
 _SETTLE_LEAVES: Final = 64
 _STEP_NODES: Final = 32
 _STEP_KEYS: Final = 512
-_STEP_WRITES: Final = 8
 
 _EVICTIONS: Final = ("removed_evicted", "evicted_to_disk", "disk_quota_pages")
 
@@ -93,10 +92,13 @@ class OperatorRequests:
         space, key = space_of(self._table.spaces, asked.space), key_of(asked.key)
         table = self._table
         expires_ns = expiry(asked.ttl_s, table.now_ns)
-        measured = yield from table.keeping.pins.measure(space, key, asked.tier)
-        if asked.tier == "ssd":
-            yield from self._write(reversed(measured[0]))
-        pin = table.keeping.pin(space, key, expires_ns, asked.tier, measured)
+        pin = table.keeping.begin_pin(space, key, expires_ns, asked.tier)
+        try:
+            while not table.keeping.go_on_with(pin):
+                yield None
+        except BaseException:  # also when nobody waits for it any more
+            table.keeping.give_up(pin)
+            raise
         return answers.Pinned(pin=pin.number, pages=pin.pages, bytes=pin.size_bytes, tier=pin.tier)
 
     def unpin(self, asked: operations.Unpin, _by: Caller) -> Work[answers.Unpinned]:
@@ -111,8 +113,7 @@ class OperatorRequests:
         """Keep a prefix as that of a conversation."""
         space, key = space_of(self._table.spaces, asked.space), key_of(asked.key)
         table, name = self._table, asked.conversation
-        nodes, _ = yield from table.keeping.pins.measure(space, key)
-        keys = [node.key for node in reversed(nodes)]
+        keys = yield from _keys_to(space, key)
         ttl_ns, pages, cause = int(asked.ttl_s * 1e9), 0, ""
         for start in range(0, len(keys), KEEP_KEYS_MAX):
             some = keys[start : start + KEEP_KEYS_MAX]
@@ -243,14 +244,6 @@ class OperatorRequests:
 
     # ---- internal ---------------------------------------------------------------------------
 
-    def _write(self, nodes: Iterable[PrefixNode]) -> Work[None]:
-        """Queue pages that are not on disk for writing, heads first."""
-        for count, node in enumerate(nodes, start=1):
-            for shard in list(node.digests) if is_live(node) else ():
-                self._table.tiers.ensure_written(node, shard)
-            if count % _STEP_WRITES == 0:
-                yield None
-
     def _refuse_without(self, tier: str | None) -> None:
         """Refuse a tier that this node does not have."""
         if tier == "ssd" and not self._table.disk.exists:
@@ -355,6 +348,28 @@ def _node(space: PrefixTree, key: PrefixKey) -> PrefixNode:
     if node is None:
         raise not_stored(key.hex(), "key")
     return node
+
+
+def _keys_to(space: PrefixTree, key: PrefixKey) -> Work[list[PrefixKey]]:
+    """The keys of a stored page and of all pages before it, in chain order.
+
+    Raises:
+        NotFound: no page is stored under the key.
+        CapacityError: they are more than a pin may cover.
+    """
+    keys: list[PrefixKey] = []
+    before: PrefixKey | None = key
+    while before:
+        at = space.index.get(before)
+        if at is None or not (keys or at.ready):
+            raise not_stored(key.hex(), "key")
+        keys += at.key_list()[at.position(before) :: -1]
+        if len(keys) > PIN_KEYS_MAX:
+            raise CapacityError(f"these are more than {PIN_KEYS_MAX} keys", "key")
+        before = at.key_before(0)  # by its key: that node may be split meanwhile
+        yield None
+    keys.reverse()
+    return keys
 
 
 def _evicted(table: PageTable) -> int:

@@ -10,11 +10,11 @@ How limits are enforced on disk is in :mod:`kvstore.state.disk.limits`.
 """
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Final
 
-from kvstore.protocol.errors import CapacityError, InvalidArgument, NotFound
+from kvstore.protocol.errors import CapacityError, InvalidArgument, KVStoreError, NotFound
 from kvstore.protocol.page import PrefixKey
 from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.places import Tier
@@ -128,32 +128,37 @@ class Quotas:
 
 PINS_MAX: Final = 1024
 PIN_KEYS_MAX = 32_768
-"""Maximum keys of one pin: all of them are pinned at once."""
+"""Maximum keys of one pin."""
 _STEP_KEYS: Final = 128
+"""Maximum pages that one step pins."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Pin:
     """One pinned prefix.
 
     Attributes:
         number: names the pin on this node.
+        nodes: those of ``key`` and all its ancestors, these first; while it is being made, those
+            that it has found, the last page first; once it has ended, those that are not let go.
         pages: how many it covers.
-        nodes: those of ``key`` and all its ancestors, these first; once it has ended, those that
-            are not let go yet.
         size_bytes: size of their pages in its tier when the pin was made, present or not.
         tier: where the pages are kept, ``host`` or ``ssd``.
         expires_ns: when it expires; 0 = never.
+        covers: whether it has found all its pages.
+        written: how many of ``nodes`` are known to be on disk, or to be on their way there.
     """
 
     number: int
     space: PrefixTree
     key: PrefixKey
-    pages: int
-    nodes: list[PrefixNode]
-    size_bytes: int
     expires_ns: int
-    tier: Tier = "host"
+    tier: Tier
+    nodes: list[PrefixNode] = field(default_factory=list)
+    pages: int = 0
+    size_bytes: int = 0
+    covers: bool = False
+    written: int = 0
 
 
 class Pins:
@@ -162,10 +167,11 @@ class Pins:
     A pin covers the pages of a key and of all keys before it, in one tier. It only prevents their
     eviction from that tier: a corrupt page is dropped even if pinned. If a page that is pinned in
     memory is only on disk, it is kept there; if one that is pinned on disk is only in memory, it
-    stays in memory until it is written. A pin is charged once, when it is made, to the budget of
-    its tier, wherever its pages are then; pages that two pins share are charged twice. So no budget
-    is ever exceeded. A pin that ends lets go of its pages in steps, the last ones first, and is
-    charged until it has let go of all.
+    stays in memory until it is written. A pin is made in steps, the last pages first, and charged
+    for each page once, when it is pinned, to the budget of its tier, wherever the page is then;
+    pages that two pins share are charged twice. So no budget is ever exceeded. A pin that ends, or
+    cannot be made, lets go of its pages in steps, the last ones first, and is charged until it has
+    let go of all.
 
     Args:
         budget_bytes: maximum size of all pins in memory.
@@ -177,6 +183,8 @@ class Pins:
         self.disk_budget_bytes = disk_budget_bytes
         self.used_bytes = 0
         self.disk_used_bytes = 0
+        #: Pins that have not pinned all their pages yet, by number.
+        self.making: dict[int, Pin] = {}
         #: Pins that have ended and have pages to let go of.
         self.ending: deque[Pin] = deque()
         self._pins: dict[int, Pin] = {}
@@ -188,70 +196,95 @@ class Pins:
     def __len__(self) -> int:
         return len(self._pins)
 
-    def measure(
-        self, space: PrefixTree, key: PrefixKey, tier: Tier = "host"
-    ) -> Generator[None, None, tuple[list[PrefixNode], int]]:
-        """Find the nodes that a pin would cover, and their size in its tier; in short steps.
+    def begin(self, space: PrefixTree, key: PrefixKey, expires_ns: int, tier: Tier) -> Pin:
+        """Start to pin the pages of ``key`` and of all keys before it in a tier.
+
+        The caller continues with :meth:`cover`, and ends with :meth:`complete` or :meth:`give_up`.
 
         Raises:
             NotFound: no page is stored under the key.
-            CapacityError: it is more than one pin may cover.
+            CapacityError: there are too many pins.
         """
-        nodes: list[PrefixNode] = []
+        _stored(space, key)
+        if len(self._pins) + len(self.making) + len(self.ending) >= PINS_MAX:
+            raise CapacityError(f"{PINS_MAX} pins exist already; unpin one first")
+        self._number += 1
+        pin = self.making[self._number] = Pin(self._number, space, key, expires_ns, tier)
+        return pin
+
+    def cover(self, pin: Pin) -> None:
+        """Pin some more pages of a pin; ``pin.covers`` says whether these were the last ones.
+
+        Raises:
+            NotFound: no page is stored under its key, or it has been dropped meanwhile.
+            CapacityError: the budget does not suffice, or it is more than one pin may cover.
+        """
+        assert pin.number in self.making
+        assert not pin.covers
+        space, on_disk = pin.space, pin.tier == "ssd"
+        at: PrefixNode | None = _stored(space, pin.key)
+        if pin.nodes:
+            if at is not pin.nodes[0]:
+                raise _not_stored(pin.key)  # it was dropped, and stored again
+            at = pin.nodes[-1].parent
+        some: list[PrefixNode] = []
         size = 0
-        at: PrefixNode | None = _stored(space, key)
-        while at is not None and at is not space.root:
-            if len(nodes) >= PIN_KEYS_MAX:
-                raise CapacityError(f"a pin covers {PIN_KEYS_MAX} keys at most", "key")
-            nodes.append(at)
+        while at is not None and at is not space.root and len(some) < _STEP_KEYS:
+            some.append(at)
             for shard in {*at.slot_columns, *at.place_columns}:
                 of = space.shards[shard]
-                size += of.record_bytes if tier == "ssd" else of.slot_bytes
+                size += of.record_bytes if on_disk else of.slot_bytes
             at = at.parent
-            if len(nodes) % _STEP_KEYS == 0:
-                yield
-        return nodes, size
-
-    def add(
-        self, space: PrefixTree, key: PrefixKey, expires_ns: int, tier: Tier = "host",
-        measured: tuple[list[PrefixNode], int] | None = None,
-    ) -> Pin:  # fmt: skip
-        """Pin the pages of ``key`` and of all keys before it in a tier.
-
-        ``measured``: a recent result of :meth:`measure`, whose list is the pin's from then on; None
-        = measure now.
-
-        Raises:
-            NotFound: no page is stored under the key.
-            CapacityError: the budget does not suffice, or there are too many pins.
-        """
-        node = _stored(space, key)
-        if (
-            measured is None
-            or measured[0][0] is not node
-            or measured[0][-1].parent is not space.root
-        ):
-            measured = _at_once(self.measure(space, key, tier))
-        nodes, size = measured
-        assert nodes[-1].above is space.root, "a pin covers all pages before its page"
-        on_disk = tier == "ssd"
+        if at is None:
+            raise _not_stored(pin.key)  # it leaves with a page before it
+        if pin.pages + len(some) > PIN_KEYS_MAX:
+            raise CapacityError(f"a pin covers {PIN_KEYS_MAX} keys at most", "key")
         used = self.disk_used_bytes if on_disk else self.used_bytes
         budget = self.disk_budget_bytes if on_disk else self.budget_bytes
         if used + size > budget:
             name = "admin.pin_ssd_budget_bytes" if on_disk else "admin.pin_budget_bytes"
+            before = used - pin.size_bytes
             raise CapacityError(
-                f"{size} more bytes would exceed the pin budget ({used} of {budget} used);"
-                f" unpin something or raise {name}",
+                f"{pin.size_bytes + size} more bytes would exceed the pin budget ({before} of"
+                f" {budget} used); unpin something or raise {name}",
                 name,
             )
-        if len(self._pins) + len(self.ending) >= PINS_MAX:
-            raise CapacityError(f"{PINS_MAX} pins exist already; unpin one first")
-        self._number += 1
-        nodes.reverse()  # no copy: each look at all of them takes a millisecond
-        pin = Pin(self._number, space, key, len(nodes), nodes, size, expires_ns, tier)
-        self._pins[pin.number] = pin
-        self._charge(pin, 1)
-        _count(pin.nodes, tier, 1)
+        _count(some, pin.tier, 1)
+        pin.nodes += some
+        pin.pages += len(some)
+        pin.size_bytes += size
+        self._charge(pin.tier, size)
+        if at is space.root:
+            pin.nodes.reverse()
+            pin.covers = True
+
+    def complete(self, pin: Pin) -> None:
+        """All pages of a pin are pinned: from now on it is one of those that are listed."""
+        assert pin.covers
+        self._pins[pin.number] = self.making.pop(pin.number)
+
+    def give_up(self, pin: Pin) -> None:
+        """A pin cannot be made: it lets go of what it has pinned."""
+        del self.making[pin.number]
+        if not pin.covers:
+            pin.nodes.reverse()
+        if pin.nodes:
+            self.ending.append(pin)
+
+    def add(self, space: PrefixTree, key: PrefixKey, expires_ns: int, tier: Tier = "host") -> Pin:
+        """Make a pin at once, however long it is.
+
+        Raises:
+            NotFound, CapacityError: see :meth:`cover`.
+        """
+        pin = self.begin(space, key, expires_ns, tier)
+        try:
+            while not pin.covers:
+                self.cover(pin)
+        except KVStoreError:
+            self.give_up(pin)
+            raise
+        self.complete(pin)
         return pin
 
     def remove(self, number: int) -> Pin:
@@ -277,15 +310,15 @@ class Pins:
             gone += reversed(some)
             if not pin.nodes:
                 self.ending.popleft()
-                self._charge(pin, -1)
+                self._charge(pin.tier, -pin.size_bytes)
         return gone
 
-    def _charge(self, pin: Pin, change: int) -> None:
-        if pin.tier == "ssd":
-            self.disk_used_bytes += change * pin.size_bytes
+    def _charge(self, tier: Tier, size_bytes: int) -> None:
+        if tier == "ssd":
+            self.disk_used_bytes += size_bytes
             assert self.disk_used_bytes >= 0
         else:
-            self.used_bytes += change * pin.size_bytes
+            self.used_bytes += size_bytes
             assert self.used_bytes >= 0
 
     def expire(self, now_ns: int) -> None:
@@ -304,13 +337,13 @@ class Pins:
             ("host", self.used_bytes, self.budget_bytes),
             ("ssd", self.disk_used_bytes, self.disk_budget_bytes),
         ):
-            pins = [*self._pins.values(), *self.ending]
+            pins = [*self._pins.values(), *self.making.values(), *self.ending]
             sizes = [pin.size_bytes for pin in pins if pin.tier == tier]
             assert used == sum(sizes)
             assert used <= budget or not sizes
         assert all(len(pin.nodes) == pin.pages for pin in self._pins.values())
         assert all(pin.nodes for pin in self.ending), "it has nothing to let go of"
-        assert len(self._pins) + len(self.ending) <= PINS_MAX
+        assert len(self._pins) + len(self.making) + len(self.ending) <= PINS_MAX
 
 
 def _count(nodes: list[PrefixNode], tier: Tier, change: int) -> None:
@@ -328,19 +361,12 @@ def _count(nodes: list[PrefixNode], tier: Tier, change: int) -> None:
 def _stored(space: PrefixTree, key: PrefixKey) -> PrefixNode:
     node = space.nodes.get(key)
     if node is None or not node.ready:
-        raise NotFound("key", f"no page of {key.hex()} is stored in this space")
+        raise _not_stored(key)
     return node
 
 
-def _at_once(
-    steps: Generator[None, None, tuple[list[PrefixNode], int]],
-) -> tuple[list[PrefixNode], int]:
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            found: tuple[list[PrefixNode], int] = end.value
-            return found
+def _not_stored(key: PrefixKey) -> NotFound:
+    return NotFound("key", f"no page of {key.hex()} is stored in this space")
 
 
 def expiry(ttl_s: float, now_ns: int) -> int:

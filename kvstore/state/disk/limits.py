@@ -125,6 +125,10 @@ class DiskLimits:
         if leaves is not None and self._may_go(node):
             leaves.add(node)
 
+    def is_short(self, space: PrefixTree, more_bytes: int) -> bool:
+        """Whether the space has a quota that ``more_bytes`` do not fit without removing leaves."""
+        return space.number in self.quotas.limited and self._exceeded(space, more_bytes)
+
     def make_room(self, node: PrefixNode, shard: int) -> bool:
         """Whether a page may be written, after removing leaves of its space if needed."""
         space, size = node.space, node.space.shards[shard].record_bytes

@@ -258,6 +258,17 @@ class DiskPages:
             raise CapacityError("the SSD tier does not take this page now")
         return False
 
+    def ensure_all_written(self, nodes: Sequence[PrefixNode]) -> int:
+        """How many leading pages are on disk, or are being written now, regardless of admission.
+
+        Args:
+            nodes: single pages of one space, each of which continues the one before it.
+        """
+        if not self.degraded:
+            self.writes.begin_all(nodes, self._now_ns)
+            self._reclaimer.advance_reclaim(self._memory.moment.tick)
+        return self.writes.begun(nodes)
+
     def write_out(self, spaces: Iterable[PrefixTree]) -> None:
         """Before the node stops: write pages that are worth it, and sync; see :attr:`settled`."""
         for space in spaces:

@@ -108,6 +108,16 @@ class PageRecords:
         number, rest = divmod(offset - one.offset, one.each)
         return one.key(number) if not rest and one.live >> number & 1 else None
 
+    def live_up_to(self, offset: int, most: int) -> int:
+        """How many adjacent live records, at most ``most``, end with the one that starts there."""
+        at = bisect_right(self._offsets, offset) - 1
+        if at < 0:
+            return 0
+        one = self.stretches[at]
+        number, rest = divmod(offset - one.offset, one.each)
+        dead = ~one.live & (1 << number + 1) - 1
+        return min(most, number + 1 - dead.bit_length()) if not rest else 0
+
     def remove(self, offset: int) -> None:
         """The record that starts there is dead."""
         at = bisect_right(self._offsets, offset) - 1

@@ -207,7 +207,7 @@ class SegmentReclaimer:
         victim.state, self._stage = SegmentState.DRAINING, _Drain.DROPPING
         self._plan = Reclaim(plan.carry, plan.drop[::-1])
         self._targets.clear()
-        self._drop(victim, tick, DROPS_MAX)
+        self._drop(victim, tick, DROPS_A_JOB)  # more in the next turn: to choose takes its time
 
     def _drop(self, victim: Segment, tick: int, limit: int) -> None:
         """Remove up to ``limit`` pages, last pages first; the others are copied afterwards."""
@@ -227,21 +227,18 @@ class SegmentReclaimer:
         assert self._stage is _Drain.DROPPING
         end = part.pages
         while end > 0:
-            found = self._there(victim, part, end - 1)
-            if found is None:  # its head may have taken it along
+            live = victim.pages.live_up_to(part.offset + (end - 1) * part.each, end)
+            if not live:  # its head may have taken it along
                 self._counts["reclaimed_pages"] += 1
                 end -= 1
                 continue
-            node, position = found
+            key = part.key(end - 1)
+            node = part.space.index[key]
             if is_pinned(node, part.shard):
                 self._plan.carry.append(part.cut(end - 1, end))  # since it was chosen
                 end -= 1
                 continue
-            first = end - 1
-            while first and position and self._there(victim, part, first - 1) == (
-                node, position - 1,
-            ):  # fmt: skip
-                first, position = first - 1, position - 1
+            first = end - min(live, node.position(key) + 1)
             self._counts["reclaimed_pages"] += end - first
             self._lose(part.space, part.shard, part.cut(first, end).keys)
             end = first

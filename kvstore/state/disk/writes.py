@@ -1,10 +1,12 @@
 """Writes of pages from memory to the SSD log, and the puts that wait for them. Pure.
 
-The pages of a write are one node when it starts; meanwhile they may be split, dropped, and stored
-again. A write counts when all its records are in the file and the page before them is on disk:
-until then it waits for the write of that page, and its own followers wait for it. If a record
-failed, only the pages before that record count.
+The pages of a write are one run, or single pages that follow each other, when it starts; meanwhile
+they may be split, dropped, and stored again. A write counts when all its records are in the file
+and the page before them is on disk: until then it waits for the write of that page, and its own
+followers wait for it. If a record failed, only the pages before that record count.
 """
+
+from collections.abc import Sequence
 
 from kvstore.protocol.errors import CapacityError, KVStoreError
 from kvstore.protocol.page import DIGEST_BYTES, KEY_BYTES, PrefixKey
@@ -25,7 +27,7 @@ from kvstore.state.disk.queue import DiskQueue
 from kvstore.state.disk.syncs import Syncs
 from kvstore.state.tree.actions import TierStored
 from kvstore.state.tree.columns import pack_places, pack_slots
-from kvstore.state.tree.node import PrefixNode
+from kvstore.state.tree.node import RUN_PAGES_MAX, PrefixNode
 from kvstore.state.tree.places import Place
 
 
@@ -111,6 +113,30 @@ class Writes:
             self._admission.take_back(admitted - begun, size)
         return begun == wanted
 
+    def begin_all(self, nodes: Sequence[PrefixNode], now_ns: int) -> None:
+        """Start to write the leading ones of single pages that follow each other, all that may be.
+
+        They are written regardless of admission, together, and as far as there is room.
+        """
+        missing: dict[int, list[PrefixNode]] = {}
+        for node in nodes:
+            shards = self._unwritten(node)
+            if not all(self.is_dirty(node, shard) for shard in shards):
+                break
+            for shard in shards:
+                missing.setdefault(shard, []).append(node)
+        for shard, those in missing.items():
+            alone = those[0].space.shards[shard].window_pages
+            for node in those if alone else those[-1:]:  # together with those before it
+                self.begin(node, shard, now_ns, Durable())
+
+    def begun(self, nodes: Sequence[PrefixNode]) -> int:
+        """How many leading pages are on disk or are being written, as far as they are READY."""
+        for count, node in enumerate(nodes):
+            if self._unwritten(node):
+                return count
+        return len(nodes)
+
     def wrote(self, job: DiskWrite, error: KVStoreError | None) -> list[tuple[PrefixNode, int]]:
         """A record was written, or failed; the last one of a write settles the write.
 
@@ -144,65 +170,82 @@ class Writes:
             if durable in write.waiters:
                 write.waiters.remove(durable)
 
+    def _unwritten(self, node: PrefixNode) -> list[int]:
+        """Shards of which the node's READY page is not on disk, and is not being written."""
+        missing = node.ready & ~node.on_disk
+        if not missing:
+            return []
+        return [
+            shard for shard in node.digests if missing >> shard & 1 and not self.holds(node, shard)
+        ]
+
     def _begin_chain(
         self, chain: list[PrefixNode], shard: int, pages: int, durable: Durable | None
     ) -> int:
         """Start to write ``pages`` pages of nodes, as far as there is room; returns how many."""
         begun = 0
-        for one in chain:
-            # In a space with limits each page is asked for.
-            alone = one.space.number in self._limits.quotas.limited
-            for node in one.singles() if alone else [one]:
-                if alone and not self._limits.make_room(node, shard):
+        for some in _together(chain):
+            space, wanted = some[0].space, sum([one.count for one in some])
+            # Of a space whose quota leaves no room for all of them each page is asked for.
+            alone = self._limits.is_short(space, wanted * space.shards[shard].record_bytes)
+            for nodes in [[page] for one in some for page in one.singles()] if alone else [some]:
+                if alone and not self._limits.make_room(nodes[0], shard):
                     self._memory.counts["disk_refused_quota"] += pages - begun
                     return begun
-                wanted = node.count
-                written = self._begin_node(node, shard, durable)
+                wanted = sum([node.count for node in nodes])
+                written = self._begin_nodes(nodes, shard, durable)
                 begun += written
-                assert begun <= pages, node
+                assert begun <= pages, nodes[0]
                 if written < wanted:
                     self._memory.counts["disk_full_pages"] += pages - begun
                     return begun
         return begun
 
-    def _begin_node(self, node: PrefixNode, shard: int, durable: Durable | None) -> int:
-        """Start to write the pages of a node, in one or more writes; returns how many pages."""
-        begun = 0
+    def _begin_nodes(self, nodes: list[PrefixNode], shard: int, durable: Durable | None) -> int:
+        """Start to write a run, or single pages, in one or more writes; returns how many pages."""
+        begun, left = 0, nodes
         while True:
-            placed = self._log.place(node.space, shard, node.keys, self._memory.moment.tick)
+            keys = b"".join([node.keys for node in left])
+            placed = self._log.place(left[0].space, shard, keys, self._memory.moment.tick)
             if placed is None:
                 return begun
             begun += placed.pages
-            if placed.pages == node.count:
-                self._begin_write(node, shard, placed.place, durable)
+            some = _leading(left, placed.pages)
+            self._begin_write(some, shard, placed.place, durable)
+            if placed.pages * KEY_BYTES == len(keys):
                 return begun
-            self._begin_write(node.split(placed.pages), shard, placed.place, durable)
+            left = left[len(some) :] or left  # of a run that was split the node keeps the rest
 
     def _begin_write(
-        self, node: PrefixNode, shard: int, place: Place, durable: Durable | None
+        self, nodes: list[PrefixNode], shard: int, place: Place, durable: Durable | None
     ) -> None:
-        assert not node.on_disk >> shard & 1, node
-        space, slots, keys = node.space, node.slots_of(shard), node.key_list()
+        space, slots, keys = nodes[0].space, nodes[0].slots_of(shard), nodes[0].keys
+        if len(nodes) > 1:
+            slots = [slot for node in nodes for slot in node.slots_of(shard)]
+            keys = b"".join([node.keys for node in nodes])
         its = space.shards[shard]
-        each = its.record_bytes
-        write = Write(space, shard, node.keys, slots, place, each)
+        write = Write(space, shard, keys, slots, place, its.record_bytes)
         self._under_way.add(write)
         self._memory.slots.pin(slots, 0)
         self.in_flight_bytes += write.size
         space.disk_bytes += write.size
-        parent, digests, tokens = node.key_before(0), node.digest_columns[shard], node.tokens
-        assert parent is not None, node
-        token_bytes, places = len(tokens) // len(keys), write.places()
         identity, spec, page_bytes = space.identity, its.spec, its.page_bytes
         jobs: list[DiskWrite] = []
-        for at, key in enumerate(keys):
-            digest = digests[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES]
-            token_ids = tokens[at * token_bytes : (at + 1) * token_bytes] if tokens else b""
-            page = PageRecord(key, parent, identity, spec, page_bytes, digest, token_ids)
-            jobs.append(DiskWrite(self._queue.number(), places[at], page, slots[at]))
-            parent = key
+        places = write.places()
+        for node in nodes:
+            assert not node.on_disk >> shard & 1, node
+            parent, digests, tokens = node.key_before(0), node.digest_columns[shard], node.tokens
+            assert parent is not None, node
+            token_bytes = len(tokens) // node.count
+            for at, key in enumerate(node.key_list()):
+                digest = digests[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES]
+                token_ids = tokens[at * token_bytes : (at + 1) * token_bytes] if tokens else b""
+                page = PageRecord(key, parent, identity, spec, page_bytes, digest, token_ids)
+                number = len(jobs)
+                jobs.append(DiskWrite(self._queue.number(), places[number], page, slots[number]))
+                parent = key
+            self._memory.story.tell("DiskWrite begun", node, shard, node.count)
         self._queue.submit_writes(jobs, RecordOf(space, shard))
-        self._memory.story.tell("DiskWrite begun", node, shard, len(slots))
         self._await(write, durable)
 
     def _await(self, write: Write, durable: Durable | None) -> None:
@@ -284,6 +327,18 @@ class Writes:
         if space.shards[shard].window_pages or head is space.root:
             return True
         return head is not None and bool(head.on_disk >> shard & 1)
+
+
+def _together(chain: list[PrefixNode]) -> list[list[PrefixNode]]:
+    """The nodes of a chain that are written together: a run, or single pages one after another."""
+    found: list[list[PrefixNode]] = []
+    for node in chain:
+        last = found[-1] if node.count == 1 and found else None
+        if last is not None and last[-1].count == 1 and len(last) < RUN_PAGES_MAX:
+            last.append(node)
+        else:
+            found.append([node])
+    return found
 
 
 def _leading(chain: list[PrefixNode], pages: int) -> list[PrefixNode]:

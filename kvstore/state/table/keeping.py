@@ -1,19 +1,22 @@
 """Pages protected from eviction: operators' pins and engines' conversations. Pure."""
 
 from collections.abc import Iterable, Sequence
+from typing import Final
 
-from kvstore.protocol.errors import CapacityError, TierUnavailable
+from kvstore.protocol.errors import CapacityError, KVStoreError, TierUnavailable
 from kvstore.protocol.page import PrefixKey
 from kvstore.state.choice.conversations import RELEASE_PAGES, Conversations, KeepCause
 from kvstore.state.choice.quotas import Pin
 from kvstore.state.table.residents import Residents
 from kvstore.state.table.tiers import Tiers
-from kvstore.state.tree.node import PrefixNode, is_live
+from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.places import Tier
 from kvstore.state.tree.prefix_tree import PrefixTree
 
 TTL_NS_MAX = 86_400_000_000_000
 """Default maximum time that a conversation is kept after its last request: a day."""
+WRITE_PAGES: Final = 64
+"""Maximum pages of a pin that one step writes to disk."""
 
 
 class Keeping:
@@ -38,31 +41,58 @@ class Keeping:
         self._held = residents
         self._tiers = tiers
 
-    def pin(
-        self, space: PrefixTree, key: PrefixKey, expires_ns: int, tier: Tier = "host",
-        measured: tuple[list[PrefixNode], int] | None = None,
-    ) -> Pin:  # fmt: skip
-        """Pin a prefix in a tier; on disk, pages that are not there yet are written now.
-
-        ``measured`` is the recent result of :meth:`kvstore.state.choice.quotas.Pins.measure`.
+    def begin_pin(
+        self, space: PrefixTree, key: PrefixKey, expires_ns: int, tier: Tier = "host"
+    ) -> Pin:
+        """Start to pin a prefix in a tier; :meth:`go_on_with` continues, until it returns True.
 
         Raises:
             NotFound: no page is stored under the key.
-            CapacityError: the budget or the disk has no room for it.
+            CapacityError: there are too many pins.
             TierUnavailable: there is no such tier.
         """
         if tier == "ssd" and not self._held.disk.exists:
             raise TierUnavailable("this node has no SSD tier: give it ssd.directories")
-        pin = self.pins.add(space, key, expires_ns, tier, measured)
         self.is_used = True
+        return self.pins.begin(space, key, expires_ns, tier)
+
+    def go_on_with(self, pin: Pin) -> bool:
+        """Pin some more pages or, on disk, write some that are not there; whether that was all.
+
+        Raises:
+            NotFound: the page has left meanwhile.
+            CapacityError: the budget or the disk has no room for it. In both cases
+                :meth:`give_up` is to be called.
+        """
+        if not pin.covers:
+            self.pins.cover(pin)
+        elif pin.tier == "ssd":
+            some = pin.nodes[pin.written : pin.written + WRITE_PAGES]
+            if self._tiers.ensure_all_written(some) < len(some):
+                raise CapacityError("the SSD tier does not take all of these pages now")
+            pin.written += len(some)
+        if not pin.covers or (pin.tier == "ssd" and pin.written < pin.pages):
+            return False
+        self.pins.complete(pin)
+        return True
+
+    def give_up(self, pin: Pin) -> None:
+        """A pin will not be made; of a long one, most pages are let go in later turns."""
+        self.pins.give_up(pin)
+        self._held.offer_more(RELEASE_PAGES)
+
+    def pin(self, space: PrefixTree, key: PrefixKey, expires_ns: int, tier: Tier = "host") -> Pin:
+        """Pin a prefix in a tier at once; on disk, pages that are not there yet are written now.
+
+        Raises:
+            NotFound, CapacityError, TierUnavailable: see :meth:`begin_pin`, :meth:`go_on_with`.
+        """
+        pin = self.begin_pin(space, key, expires_ns, tier)
         try:
-            for node in pin.nodes if tier == "ssd" else ():
-                if node.ready & ~node.on_disk:  # of thousands few are
-                    for shard in node.digests:
-                        if not node.on_disk >> shard & 1:
-                            self._tiers.ensure_written(node, shard)
-        except CapacityError:
-            self.unpin(pin.number)
+            while not self.go_on_with(pin):
+                pass
+        except KVStoreError:
+            self.give_up(pin)
             raise
         return pin
 
@@ -101,8 +131,9 @@ class Keeping:
         self._held.counts["gave_way_pages"] += len(out.lost)
         self._held.unprotected(out.lost)
         pages, cause = out.pages, out.cause
-        refused = self._write(out.newly_kept) if tier == "ssd" else []
-        if refused:
+        if tier == "ssd" and (
+            refused := out.newly_kept[self._tiers.ensure_all_written(out.newly_kept) :]
+        ):
             kept.give_back(space, name, refused)
             self._held.unprotected(refused)
             pages, cause = pages - len(refused), "disk"
@@ -129,7 +160,9 @@ class Keeping:
         if self.pins.ending:
             self._held.unprotected(self.pins.let_go(RELEASE_PAGES))
         self._held.unprotected(self.conversations.expire(now_ns))
-        self.is_used = bool(len(self.pins) or self.pins.ending or len(self.conversations))
+        self.is_used = bool(
+            len(self.pins) or self.pins.making or self.pins.ending or len(self.conversations)
+        )
 
     def next_deadline_ns(self) -> int:
         """The earliest deadline that :meth:`expire` would apply; 0 = none."""
@@ -145,13 +178,3 @@ class Keeping:
             gone = self.conversations.changed(changed)
             changed.clear()
             self._held.unprotected(gone)
-
-    def _write(self, nodes: list[PrefixNode]) -> list[PrefixNode]:
-        """Write pages that are not on disk; returns those that the disk does not accept now."""
-        for at, node in enumerate(nodes):
-            try:
-                for shard in list(node.digests) if is_live(node) else ():
-                    self._tiers.ensure_written(node, shard)
-            except CapacityError:
-                return nodes[at:]
-        return []

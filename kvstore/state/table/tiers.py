@@ -75,6 +75,12 @@ class Tiers:
         finally:
             apply_effects(self._held)
 
+    def ensure_all_written(self, nodes: Sequence[PrefixNode]) -> int:
+        """See :meth:`kvstore.state.disk.pages.DiskPages.ensure_all_written`."""
+        written = self._held.disk.ensure_all_written(nodes)
+        apply_effects(self._held)
+        return written
+
     def write_out(self, spaces: Iterable[PrefixTree]) -> None:
         """See :meth:`kvstore.state.disk.pages.DiskPages.write_out`."""
         self._held.disk.write_out(spaces)

@@ -366,38 +366,6 @@ def test_no_more_pins_than_allowed_are_there_with_those_that_let_go(world_of_two
     pins.check()
 
 
-def test_a_pin_is_measured_in_steps_and_made_at_once():
-    world = World(extents=20, slots_each=64)
-    process = world.process()
-    space = world.space(process)
-    world.store(process, space, "a" * 1000)
-    world.table.keeping.pins.budget_bytes = 2000 * PAGE
-    steps, taken = world.table.keeping.pins.measure(space, key("a" * 1000)), 0
-    while True:
-        try:
-            next(steps)
-            taken += 1
-        except StopIteration as end:
-            measured = end.value
-            break
-
-    assert taken >= 1000 // 128
-    pin = world.table.keeping.pin(space, key("a" * 1000), 0, "host", measured)
-    assert (len(pin.nodes), pin.size_bytes) == (1000, 1000 * PAGE)
-    check(world.table)
-
-
-def test_what_was_measured_of_another_chain_is_measured_again(world_of_two):
-    world, process, space, _ = world_of_two
-    world.table.keeping.pins.budget_bytes = 100 * PAGE
-    world.store(process, space, "abc")
-    world.store(process, space, "x")
-
-    for other in ("ab", "x"):
-        measured = [space.nodes[key(other)]], PAGE
-        assert len(world.table.keeping.pin(space, key("abc"), 0, "host", measured).nodes) == 3
-
-
 def test_a_pin_has_a_length(world_of_two, monkeypatch):
     world, process, space, _ = world_of_two
     world.table.keeping.pins.budget_bytes = 100 * PAGE

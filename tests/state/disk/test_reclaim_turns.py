@@ -2,10 +2,10 @@
 
 from kvstore.state.disk import segments as keeper
 from kvstore.state.disk.jobs import DiskCopy, DiskDrop, DiskJob, DiskSeal, DiskSync
-from kvstore.state.disk.log import SegmentState
+from kvstore.state.disk.log import Segment, SegmentState
 from tests.state.disk.disk_world import IO_ERROR, DiskWorld
-from tests.state.disk.test_disk_limits import LimitedWorld
-from tests.state.world import key
+from tests.state.disk.test_disk_limits import RECORD, LimitedWorld
+from tests.state.world import chain, key
 
 
 def test_a_file_that_cannot_be_deleted_keeps_no_other_segment_from_being_given_back():
@@ -36,16 +36,22 @@ def test_a_file_that_cannot_be_deleted_keeps_no_other_segment_from_being_given_b
     assert stuck not in log.segments, "it is tried again"
 
 
+def begin_reclaim(world: LimitedWorld) -> Segment:
+    """Store pages until a segment is chosen to be given back; it."""
+    while True:
+        world.put(chr(next(world.letters)))
+        for segment in world.disk.log.segments.values():
+            if segment.state is SegmentState.DRAINING:
+                return segment
+
+
 def test_a_segment_of_many_pages_is_given_up_a_few_at_a_time(monkeypatch):
     """All at once they would keep the state from its engines for a tenth of a second and more."""
     monkeypatch.setattr(keeper, "DROPS_MAX", 2)
     monkeypatch.setattr(keeper, "DROPS_A_JOB", 0)
     world = LimitedWorld(segments=6)
-    while not world.table.counts["reclaimed_pages"]:
-        world.put(chr(next(world.letters)))
-    assert world.table.counts["reclaimed_pages"] == 2
-    oldest = next(iter(world.disk.log.segments.values()))
-    assert oldest.state is SegmentState.DRAINING
+    oldest = begin_reclaim(world)
+    assert world.table.counts["reclaimed_pages"] == 0, "to choose it is enough for one turn"
     last = oldest.pages.stretches[-1]
     pinned = last.key(last.pages - 1)
     world.table.keeping.pin(world.mine, pinned, 0, "ssd")
@@ -72,6 +78,29 @@ def test_a_segment_is_given_up_as_fast_as_pages_are_written(monkeypatch):
     world.store(world.me, world.mine, chr(next(world.letters)))
 
     assert counts["reclaimed_pages"] == before + 1, "no time has passed, but a write began"
+
+
+def test_one_message_that_keeps_many_pages_is_one_write_and_gives_up_few(monkeypatch):
+    """Each page would begin a write of its own, and give up as many pages as a job does."""
+    monkeypatch.setattr(keeper, "DROPS_A_JOB", 0)
+    world = LimitedWorld(write="back", extents=20, segments=8)
+    world.table.keeping.conversations.disk_budget_bytes = 100 * RECORD
+    while not any(one.state is SegmentState.DRAINING for one in world.disk.log.segments.values()):
+        path = chr(next(world.letters)) * 6
+        world.store(world.me, world.mine, path)
+        world.persist(path)
+        world.end_all()
+    path = "kept!"
+    world.store(world.me, world.mine, path)
+    counts, before = world.table.counts, world.table.counts["reclaimed_pages"]
+    monkeypatch.setattr(keeper, "DROPS_A_JOB", 2)
+
+    assert world.table.keeping.keep(world.mine, "chat", chain(path), 1 << 50, 0) == (5, "")
+
+    assert len(world.disk.writes) == 1
+    assert counts["reclaimed_pages"] - before == 2
+    world.end_all()
+    assert all(world.on_disk(path))
 
 
 def end_all(world: DiskWorld, unsyncable: int, needed: int = 0) -> None:
