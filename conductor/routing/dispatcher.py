@@ -167,7 +167,7 @@ class Dispatcher:
         for engine_id in known.held:
             self.loads.arrived(number, engine_id, now)
         if known.assign.decode in known.held:
-            self._decodes(known, known.assign.decode, now, is_reported=True)
+            self._decodes(known, known.assign.decode, now, reported=True)
 
     def ended(
         self, number: int, output_tokens: int, now: float, restored: Restored | None = None
@@ -188,27 +188,20 @@ class Dispatcher:
         self.admission.ended(number, output_tokens, now)
         self._attained.ended(number, output_tokens, now)
 
-    def _decodes(
-        self, known: KnownRequest, engine_id: str, now: float, *, is_reported: bool
-    ) -> None:
-        """A request decodes from now on; ``is_reported``: its first token was reported."""
+    def _decodes(self, known: KnownRequest, engine_id: str, now: float, *, reported: bool) -> None:
+        """A request decodes from now on; ``reported``: its first token was."""
         engine = self._registry.get(engine_id)
         if engine is not None:
             number, tokens = known.request.number, known.request.tokens or 0
             answer, rank = self.admission.answer(number), known.rank(engine_id)
-            self.loads.decodes(
-                number, engine.info, tokens, now, answer, rank, is_reported=is_reported
-            )
+            self.loads.decodes(number, engine.info, tokens, now, answer, rank, is_reported=reported)
             step_s = self.loads.step_s(engine.info)
             self.admission.decodes(number, tokens, step_s, now)
 
     def prefilled(
-        self,
-        number: int,
-        now: float,
-        hit_tokens: int | None = None,
+        self, number: int, now: float, hit_tokens: int | None = None,
         restored: Restored | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """The prefill engine of a pair has done its part; the KV goes to the decode engine.
 
         Args:
@@ -379,7 +372,7 @@ class Dispatcher:
         self._places.unpromise(known.promised)
         self.loads.left(known.request.number, known.promised, now)
         known.assign = replace(known.assign, decode=decode)
-        self._decodes(known, decode, now, is_reported=False)  # its KV is on its way
+        self._decodes(known, decode, now, reported=False)  # its KV is on its way
         engine = self._registry.get(decode)
         if engine is not None:
             self.loads.hands_over(known.request.number, engine.info, known.missing(decode), now)
