@@ -28,6 +28,8 @@ from engine_adapters.vllm.support import (
     TESTED_VERSIONS,
     check_groups,
     check_model,
+    check_revision,
+    commit_of,
     heads_of,
     is_state,
 )
@@ -85,7 +87,7 @@ def read_facts(config: Any, kv: Any, revision: str) -> EngineFacts:
     return EngineFacts(
         engine=ENGINE,
         model=model.model,
-        revision=revision or weights_revision(model),
+        revision=check_revision(revision or weights_revision(model), model.model),
         kv_dtype=dtypes.pop(),
         settings=_settings(config, (name for _, group in specs for name in group.layer_names))
         | _alone(config, with_kv)
@@ -258,15 +260,10 @@ def weights_revision(model: Any) -> str:
 
     For a folder: a hash of its files' names, sizes and modification times, so that replaced weights
     get another revision; copies of a folder share pages only if the user sets the revision. For a
-    model from the hub: its commit.
+    model from the hub: its commit. Empty: they cannot be identified, as vLLM got them elsewhere.
     """
     folder = Path(model.model)
     if folder.is_dir():
         return files_fingerprint(folder)
     found = try_to_load_from_cache(model.model, "config.json", revision=model.revision or "main")
-    if isinstance(found, str):
-        return Path(found).parent.name
-    if not model.revision:
-        log.warning("kvstore cannot identify the weights of %s: set `revision` in"
-                    " kv_connector_extra_config to identify them", model.model)  # fmt: skip
-    return model.revision or ""
+    return Path(found).parent.name if isinstance(found, str) else commit_of(model.revision)

@@ -5,6 +5,7 @@ What is not named here is refused: KV that another request must not read would b
 :func:`check_groups` needs vLLM's KV groups, which it makes afterwards.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -13,6 +14,7 @@ from kvstore.engine.identity import Group
 from kvstore.protocol.errors import ConfigError
 
 REMEDY: Final = "start vLLM without KVStoreConnector"
+_COMMIT: Final = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 TESTED_VERSIONS: Final = ("0.32.0",)
 
 _GROUPS: Final = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec")
@@ -31,6 +33,25 @@ _EQUAL_LAYERS: Final = (
     "Qwen3MoeForCausalLM",
 )  # fmt: skip
 """Models all of whose layers have as many KV heads as vLLM says of the model, in its source."""
+
+
+def commit_of(revision: str | None) -> str:
+    """The commit that a revision at a hub is; empty for a branch or tag, which can move."""
+    return revision if revision and _COMMIT.fullmatch(revision) else ""
+
+
+def check_revision(revision: str, model: str) -> str:
+    """The revision of a model's weights.
+
+    Raises:
+        ConfigError: nothing identifies them: after another download their KV would be found, too.
+    """
+    if not revision:
+        raise ConfigError(
+            f"kvstore cannot identify the weights of {model}: set `revision` in"
+            " kv_connector_extra_config, and change it with them"
+        )
+    return revision
 
 
 def check_model(config: Any) -> None:

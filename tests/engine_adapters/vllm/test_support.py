@@ -13,6 +13,8 @@ from engine_adapters.vllm.support import (
     TESTED_VERSIONS,
     check_groups,
     check_model,
+    check_revision,
+    commit_of,
     drop_wrong_parameters,
     heads_of,
     may_load,
@@ -20,6 +22,18 @@ from engine_adapters.vllm.support import (
 )
 from kvstore.engine.identity import Group
 from kvstore.protocol.errors import ConfigError
+
+
+@pytest.mark.parametrize("revision", ["", None, "main", "v1.0", "ab" * 19, "AB" * 20])
+def test_what_no_commit_identifies_has_no_revision_and_is_refused(revision):
+    assert commit_of(revision) == ""
+    with pytest.raises(ConfigError, match="set `revision` in kv_connector_extra_config"):
+        check_revision(commit_of(revision), "some/model")
+
+
+def test_a_commit_identifies_weights():
+    commit = "0a" * 20
+    assert check_revision(commit_of(commit), "some/model") == commit
 
 
 def model_of(architecture, **changes):
