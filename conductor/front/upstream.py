@@ -302,7 +302,7 @@ def _take(ended: asyncio.Future[None]) -> None:
 
 def _is_done(events: bytes) -> bool:
     """Whether the last of these events ends the stream."""
-    return events[-_DONE_BYTES:].rstrip().endswith(b"data: [DONE]")
+    return events[-_DONE_BYTES:].rstrip().endswith((b"data: [DONE]", b"data:[DONE]"))
 
 
 def _content_type(answer: aiohttp.ClientResponse) -> str:

@@ -364,6 +364,12 @@ class Link:
             self._thread = thread
 
     def _maintain(self) -> None:
+        try:
+            self._watch()
+        finally:
+            self._thread = None  # after a fault of ours the next request starts another one
+
+    def _watch(self) -> None:
         attempt, asked, quiet, needed, postponed = 0, monotonic(), 0.0, monotonic(), 0
         while not self._reconnecting.closed:
             connection = self._connection

@@ -245,3 +245,27 @@ def test_a_node_that_is_lost_again_and_again_is_said_once(
     lose()
     (lost,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
     assert lost.endswith("; 4 times more since this was said last")
+
+
+# Faults of our own
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_after_a_fault_in_its_thread_a_link_connects_again(
+    peer, connected, monkeypatch, wait_until
+):
+    epoch, tidy, faults = connected.epoch, connected._tidy, []
+
+    def fail_once() -> None:
+        if not faults:
+            faults.append(1)
+            raise RuntimeError("a mistake")
+        tidy()
+
+    monkeypatch.setattr(connected, "_tidy", fail_once)
+    wait_until(lambda: faults)
+    wait_until(lambda: connected._thread is None)
+    peer.drop()
+
+    wait_until(lambda: connected.epoch > epoch and connected.connected)
+    connected.request(wire.Ping(0), TIMEOUT_S)

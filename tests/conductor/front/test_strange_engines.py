@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from conductor.config import DeadlineConfig
+from conductor.front import upstream as upstreams
 from conductor.front.upstream import SMALL_ANSWER_BYTES_MAX, EngineError, Upstream
 from tests.conductor.fakes import OPERATE, FakeEngine, serving
 from tests.conductor.front.test_front import END, raw
@@ -112,6 +113,22 @@ async def test_an_engine_that_answers_nonsense_costs_a_try_and_the_next_one_serv
         failed = client.conductor.registry.get("a")
         assert failed is not None
         await eventually(lambda: engine.closed == engine.asked, "no connection is kept")
+
+
+@pytest.mark.parametrize(
+    ("events", "done"),
+    [
+        (b"data: [DONE]\n\n", True),
+        (b"data:[DONE]\r\n\r\n", True),
+        (b"data: {}\n\ndata:[DONE]\n\n", True),
+        (b"data: [DONE]\n\ndata: {}\n\n", False),
+        (b'data: {"text": "[DONE]"}\n\n', False),
+    ],
+)
+def test_a_stream_is_whole_with_or_without_a_space_before_its_end(
+    events: bytes, done: bool
+) -> None:
+    assert upstreams._is_done(events) is done
 
 
 @pytest.mark.parametrize("end", [b"zz\r\n", b"5\r\nabcdefgh", b"f" * 30 + b"\r\n"])
