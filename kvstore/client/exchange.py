@@ -124,7 +124,7 @@ class Connection:
             self.abort("it does not read our messages")
             return
         self._posted.append(wire.encode(message))
-        self.postponed += not now  # before ``watched`` is read: see Link._watch
+        self.postponed += not now  # before ``watched`` is read: see Link._maintain
         if now or len(self._posted) >= _BATCH or not self.watched:
             self.flush()
 

@@ -364,12 +364,6 @@ class Link:
             self._thread = thread
 
     def _maintain(self) -> None:
-        try:
-            self._watch()
-        finally:
-            self._thread = None  # after a fault of ours the next request starts another one
-
-    def _watch(self) -> None:
         attempt, asked, quiet, needed, postponed = 0, monotonic(), 0.0, monotonic(), 0
         while not self._reconnecting.closed:
             connection = self._connection
@@ -461,8 +455,11 @@ class Link:
         self._thread = None
 
     def _revive(self, timeout_s: float) -> None:
-        """Create the thread and connection that a forked child does not have."""
-        if self._thread is not None:
+        """Create the thread and connection that a forked child does not have.
+
+        A fault of ours may have ended the thread, too.
+        """
+        if self._thread is not None and self._thread.is_alive():
             return
         if not self._reviving.acquire(timeout=timeout_s):
             raise TransferTimeout(f"{self.path}: other requests took too long to connect")
@@ -472,7 +469,7 @@ class Link:
             self._reviving.release()
 
     def _begin_anew(self) -> None:
-        if self._thread is not None or self._reconnecting.closing:
+        if self._reconnecting.closing or (self._thread is not None and self._thread.is_alive()):
             return  # another thread was faster
         if self._connection is None:
             self._try_to_connect()

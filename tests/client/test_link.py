@@ -264,7 +264,7 @@ def test_after_a_fault_in_its_thread_a_link_connects_again(
 
     monkeypatch.setattr(connected, "_tidy", fail_once)
     wait_until(lambda: faults)
-    wait_until(lambda: connected._thread is None)
+    wait_until(lambda: not connected._thread.is_alive())
     peer.drop()
 
     wait_until(lambda: connected.epoch > epoch and connected.connected)
