@@ -174,8 +174,9 @@ class SecondsChooser:
         decoders = next(then for some, then in choices.pairs if first in some)
         if decoders:
             rows = next(then for mine, then in choices.rows.parts if mine.start <= at < mine.stop)
-            second = self._least(self._prices.decoding(first, rows, prompt), decoders)
-            self._prices.decided(priced, at, second, prompt)
+            found = self._prices.decoding(first, rows, prompt)
+            second = self._least((found.full, found.seconds), decoders)
+            self._prices.decided(priced, at, second, found)
         self._prices.give(first, seconds, prompt.keys)
         if second != first:
             self._prices.send(first, second, prompt)

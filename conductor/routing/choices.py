@@ -42,11 +42,12 @@ class Candidate(msgspec.Struct, frozen=True, omit_defaults=True):
         verdict: the role it was chosen for, ``passed over``, or why it could not be chosen.
         others: requests of others that it has; 0 also if it does not tell.
         queue_s: seconds until its assigned prompts are computed; this and the following exist only
-            if the policy uses costs, and the engine could be chosen to compute the prompt.
+            if the policy uses costs, and the engine could be chosen to compute the prompt. Engines
+            that could decode after the chosen one have ``handoff_s`` and ``tbt_s``.
         fetch_s: seconds to fetch the part of the prompt that nodes have, after the queue.
         prefill_s: seconds to compute the rest of the prompt.
         handoff_s: seconds from it to the best decode engine; of the chosen engine, to the chosen
-            one.
+            one; of an engine that only decodes, from the chosen engine to it.
         tbt_s: seconds between two tokens there.
         late_s: requests that decode at this engine and would be late because it computes the rest
             of the prompt, times the seconds of a usual first token.

@@ -19,6 +19,8 @@ from kvstore.index.layout import Words
 
 _ROWS_KEPT: Final = 64
 """Arrays of rows whose columns are kept."""
+_HANDOFF: Final = Terms._fields.index("handoff_s")
+_TBT: Final = Terms._fields.index("tbt_s")
 _PROMPTS_COMPARED: Final = 8
 """Prompts of this call that later ones are compared with."""
 
@@ -98,17 +100,40 @@ class PricedPrompt(NamedTuple):
     ttft_s: float
 
 
+class Decoding(NamedTuple):
+    """What it costs to decode a prompt at some engines, in columns.
+
+    Attributes:
+        rows: rows of these engines in the view.
+        full: whether the KV has no room there.
+        seconds: until the KV is there and the answer decoded.
+        comes_s: until the KV has arrived, by the engine's link.
+        sends_s: until the KV has been sent, by the link of the engine that computes it.
+        tbt_s: between two tokens.
+    """
+
+    rows: Rows
+    full: Column
+    seconds: Column
+    comes_s: Column
+    sends_s: Column
+    tbt_s: Column
+
+
 class PricedEngines:
     """The estimated times of some engines for one request, in columns.
 
     Attributes:
         rows: rows of these engines in the view.
         terms: seconds.
+        decoders: rows of the engines that could decode after the chosen one, seconds of the handoff
+            to each, and between two tokens there; None = nothing was chosen, or one that decodes.
     """
 
     def __init__(self, computing: Computing, terms: Terms) -> None:
         self.rows = computing.rows
         self.terms = terms
+        self.decoders: tuple[Rows, Column, Column] | None = None
         self._computing = computing
 
     def at(self, row: int) -> PricedPrompt:
@@ -122,6 +147,9 @@ class PricedEngines:
     def shown(self, rows: Rows) -> npt.NDArray[np.float32]:
         """The terms of other rows, float32 [6, rows]; not a number for engines that have none."""
         every = np.full((len(self.terms), int(rows.max()) + 1), np.nan, dtype=np.float32)
+        if self.decoders is not None:
+            decode, handoff_s, tbt_s = self.decoders
+            every[_HANDOFF, decode], every[_TBT, decode] = handoff_s, tbt_s
         every[:, self.rows] = self.terms
         return every.take(rows, axis=1)
 
@@ -198,39 +226,34 @@ class Prices:
         found: CostInputs[Column] = known[1]
         return found
 
-    def decoding(self, first: int, decode: Rows, prompt: Prompt) -> tuple[Column, Column]:
-        """The costs of decoding at each of some engines a prompt computed by ``first``.
-
-        Returns:
-            Whether the KV has no room there; then seconds.
-        """
+    def decoding(self, first: int, decode: Rows, prompt: Prompt) -> Decoding:
+        """What it costs to decode at each of some engines a prompt computed by ``first``."""
         costs = self._costs.inputs
         byte_s = costs.token_bytes[first] / costs.network_bytes_per_s[first]
         fixed, moved = self._of(decode), self._moved(decode, prompt)
         sends_s = fixed.handoff_s + fixed.handoff_factor * moved * byte_s
-        return self._decoding(decode, np.maximum(self._comes_s(decode, prompt), sends_s), prompt)
+        comes_s = self._comes_s(decode, prompt)
+        full, seconds = self._decoding(decode, np.maximum(comes_s, sends_s), prompt)
+        return Decoding(decode, full, seconds, comes_s, sends_s, fixed.step_s)
 
-    def decided(self, priced: PricedEngines, at: int, row: int, prompt: Prompt) -> None:
-        """Let the terms of one engine be those with the decode engine that was chosen after it.
+    def decided(self, priced: PricedEngines, at: int, second: int, found: Decoding) -> None:
+        """Let the terms be those with the decode engine that was chosen after the first one.
 
         Before that they are those with the best one as far as it is known without the first.
 
         Args:
             priced: of this prompt, in this call; changed.
             at: position of the first engine in it.
-            row: of the decode engine.
-            prompt: the prompt.
+            second: row of the decode engine.
+            found: of the engines that could decode after the first one.
         """
-        costs, terms, first = self._costs.inputs, priced.terms, int(priced.rows[at])
-        moved = max(0.0, float(prompt.tokens - prompt.held[row]))
-        size = moved * costs.token_bytes[row] + self._coming_bytes[row]
-        handoff_s, factor = costs.handoff_s[row], costs.handoff_factor[row]
-        comes_s = handoff_s + factor * size / costs.network_bytes_per_s[row]
+        terms, first = priced.terms, int(priced.rows[at])
         computed_s = terms.queue_s[at] + terms.fetch_s[at] + terms.prefill_s[at]
-        sends_s = handoff_s + max(0.0, self._leaving_s[first] - computed_s)
-        token_s = costs.token_bytes[first] / costs.network_bytes_per_s[first]
-        terms.handoff_s[at] = max(comes_s, sends_s + factor * moved * token_s)
-        terms.tbt_s[at] = costs.step_s[row]
+        before_s = max(0.0, self._leaving_s[first] - computed_s)
+        handoff_s = np.maximum(found.comes_s, found.sends_s + before_s)
+        priced.decoders = (found.rows, handoff_s, found.tbt_s)
+        chosen = int(np.flatnonzero(found.rows == second)[0])
+        terms.handoff_s[at], terms.tbt_s[at] = handoff_s[chosen], found.tbt_s[chosen]
 
     def receiving(self, seconds: Sequence[int], prompt: Prompt) -> tuple[Column, Column]:
         """The same if the engine that computed it is unknown."""

@@ -147,6 +147,12 @@ def test_the_terms_of_a_pair_are_those_with_the_decode_engine_that_was_chosen() 
     assert first.tbt_s == pytest.approx(step_s, abs=1e-6)
     terms = (first.queue_s, first.fetch_s, first.prefill_s, first.handoff_s)
     assert assign.ttft_s == pytest.approx(sum(one or 0.0 for one in terms), abs=1e-5)
+    other, chosen = (one for one in assign.candidates if one.engine != "p")
+    assert (chosen.handoff_s, chosen.tbt_s) == (first.handoff_s, first.tbt_s)
+    assert other.handoff_s is not None
+    assert other.handoff_s > first.handoff_s, "16,384 tokens over the slow link of p"
+    assert other.tbt_s == pytest.approx(desk.loads.step_s(info("d0", "decode")), abs=1e-6)
+    assert other.queue_s is chosen.queue_s is None, "they compute no prompts"
 
 
 @pytest.mark.parametrize("streamed", [True, False])
