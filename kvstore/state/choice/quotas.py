@@ -209,6 +209,7 @@ class Pins:
         if len(self._pins) + len(self.making) + len(self.ending) >= PINS_MAX:
             raise CapacityError(f"{PINS_MAX} pins exist already; unpin one first")
         self._number += 1
+        assert self._number not in self._pins
         pin = self.making[self._number] = Pin(self._number, space, key, expires_ns, tier)
         return pin
 
@@ -249,9 +250,11 @@ class Pins:
                 f" {budget} used); unpin something or raise {name}",
                 name,
             )
+        assert at is space.root or len(some) == _STEP_KEYS, at
         _count(some, pin.tier, 1)
         pin.nodes += some
         pin.pages += len(some)
+        assert pin.pages == len(pin.nodes), pin.nodes[0]
         pin.size_bytes += size
         self._charge(pin.tier, size)
         if at is space.root:
@@ -261,10 +264,12 @@ class Pins:
     def complete(self, pin: Pin) -> None:
         """All pages of a pin are pinned: from now on it is one of those that are listed."""
         assert pin.covers
+        assert pin.nodes[-1].above is pin.space.root, pin.nodes[-1]
         self._pins[pin.number] = self.making.pop(pin.number)
 
     def give_up(self, pin: Pin) -> None:
         """A pin cannot be made: it lets go of what it has pinned."""
+        assert self.making[pin.number] is pin
         del self.making[pin.number]
         if not pin.covers:
             pin.nodes.reverse()
@@ -296,6 +301,7 @@ class Pins:
         pin = self._pins.pop(number, None)
         if pin is None:
             raise NotFound("pin", f"{number} does not exist; it may have expired")
+        assert pin.number == number
         self.ending.append(pin)
         return pin
 

@@ -58,7 +58,7 @@ class ColdKeys:
             if not at % ENTRY_BYTES:
                 number = int.from_bytes(entries[at + MARK_BYTES : at + ENTRY_BYTES], "little")
                 node = self._nodes[number]
-                assert node is not None, node
+                assert node is not None
                 if _has(node.keys, key):
                     return node
             at = entries.find(packed, at + 1)

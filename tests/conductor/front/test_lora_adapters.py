@@ -36,7 +36,7 @@ def weights(folder: Path, name: str) -> str:
 
 def vllm_seed(lora: str, path: str, salt: str = "") -> bytes:
     """The seed of a request's keys, as the adapter for vLLM makes it."""
-    adapter = SimpleNamespace(lora_name=lora, lora_path=path) if lora else None
+    adapter = SimpleNamespace(lora_name=lora, lora_path=path, lora_int_id=1) if lora else None
     request = SimpleNamespace(
         lora_request=adapter, cache_salt=salt or None, mm_features=[], prompt_embeds=None,
         resumable=False,
