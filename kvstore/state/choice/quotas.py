@@ -264,7 +264,7 @@ class Pins:
     def complete(self, pin: Pin) -> None:
         """All pages of a pin are pinned: from now on it is one of those that are listed."""
         assert pin.covers
-        assert pin.nodes[-1].above is pin.space.root, pin.nodes[-1]
+        assert pin.nodes[0].above is pin.space.root, pin.nodes[0]
         self._pins[pin.number] = self.making.pop(pin.number)
 
     def give_up(self, pin: Pin) -> None:
