@@ -20,6 +20,7 @@ from typing import Final
 from kvstore.config import SocketConfig
 from kvstore.node.desk import Desk
 from kvstore.protocol import wire
+from kvstore.protocol.counts import NodeStats
 from kvstore.protocol.errors import CapacityError, ConfigError, KVStoreError, ProtocolError, reason
 from kvstore.server.connection import SessionConnections
 from kvstore.server.frames import FrameConnection
@@ -41,14 +42,14 @@ class SocketServer:
         config: path of the socket and access.
         desk: the node's desk.
         memory: the extents.
-        stats: returns the JSON for ``Stats``.
+        stats: returns the node's statistics, for ``Stats``.
 
     Raises:
         ConfigError: a user or group of ``socket.tenants`` does not exist.
     """
 
     def __init__(
-        self, config: SocketConfig, desk: Desk, memory: HostMemory, stats: Callable[[], bytes]
+        self, config: SocketConfig, desk: Desk, memory: HostMemory, stats: Callable[[], NodeStats]
     ) -> None:
         self._node = desk.node
         self._table = desk.node.pages

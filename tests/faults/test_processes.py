@@ -231,6 +231,21 @@ def test_tenants_are_told_apart_by_user_and_group_not_by_what_clients_say(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be other users")
+def test_the_statistics_tell_a_tenant_nothing_of_others(spawn: Spawn, open_folder: Path):
+    name, program = arguments(open_folder)
+    program += ["--set", "socket.tenants=red=60001,blue=60002"]
+    daemon = Daemon(spawn(program, ready=READY), name)
+
+    red = said(spawn, daemon, 60001, 60001, "", "?red")
+    blue = said(spawn, daemon, 60002, 60002, "", "?blue")
+    root = said(spawn, daemon, 0, 0, "", "?red")
+
+    assert red == {"?red": ["red", "red"]}
+    assert blue == {"?blue": ["blue", "blue"]}
+    assert root == {"?red": ["red", "blue", "red", content.IDENTITY.model]}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be other users")
 def test_without_tenants_other_users_cannot_connect(spawn: Spawn, open_folder: Path):
     name, program = arguments(open_folder)
     daemon = Daemon(spawn(program, ready=READY), name)
