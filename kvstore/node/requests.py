@@ -37,9 +37,6 @@ PUT_PAGES_MAX: Final = 128
 """Maximum pages granted by one BeginPut, because each may evict one; the client asks again."""
 LEASE_PAGES_MAX: Final = 4096
 """Maximum pages leased by one Acquire: the first ones of a longer run."""
-LEASES_MAX = 4096
-"""Maximum leases of one connection, expired ones too: small pages are nearly free of quota, and
-each lease takes half a kilobyte of the node's own memory."""
 PERSIST_PAGES_MAX: Final = 4096
 PREFILL_S_MAX: Final = 3600.0
 ROOM: Final = "room"
@@ -395,8 +392,6 @@ class Requests:
         lease_ms = min(request.lease_ms, self._limits.lease_ms_max)
         shard, deadline_ns = request.shard, now_ns + lease_ms * _NS_PER_MS
         space = self.space(process, request.space, [shard])
-        if len(process.leases) >= LEASES_MAX:
-            raise CapacityError(f"{LEASES_MAX} leases of this connection are not released yet")
         leased = self._pages.acquire(
             process, request.lease, space, shard, request.keys, deadline_ns,
             used=not request.copies,

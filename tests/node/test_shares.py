@@ -113,7 +113,7 @@ def test_what_waits_is_ready_in_the_order_in_which_it_came():
 
 
 def test_a_connection_has_so_many_leases_however_small_they_are(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("kvstore.node.requests.LEASES_MAX", 3)
+    monkeypatch.setattr("kvstore.state.tree.sessions.LEASES_MAX", 3)
     made = Wire()
     made.join(1)
     made.join(2)

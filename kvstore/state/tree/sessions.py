@@ -26,6 +26,9 @@ from kvstore.state.tree.story import Moment
 
 STRETCH_HELD: Final = 512
 """Leases, puts and fetches that one stretch of :meth:`Session.checks` examines."""
+LEASES_MAX = 4096
+"""Maximum leases of one connection, expired ones too: small pages are nearly free of quota, and
+each lease takes half a kilobyte of the node's own memory."""
 
 
 @dataclass(slots=True, eq=False)
@@ -177,6 +180,18 @@ class Process:
         self.session.used_bytes += size_bytes
         self.session.changes += 1
         assert self.session.used_bytes >= 0
+
+    def refuse_lease(self, number: int) -> None:
+        """Refuse one lease too many.
+
+        Raises:
+            InvalidArgument: the number is in use.
+            CapacityError: it has as many as it may have.
+        """
+        if number in self.leases:
+            raise InvalidArgument("lease", f"{number} is in use")
+        if len(self.leases) >= LEASES_MAX:
+            raise CapacityError(f"{LEASES_MAX} leases of this connection are not released yet")
 
     @property
     def idle(self) -> bool:
