@@ -2,8 +2,8 @@
 
 The first message of a connection is read from the raw socket, before the loop's transport takes
 over, because descriptors can only be passed there. ``FetchExtents`` is answered with descriptors,
-and the connection closes. ``Hello`` makes it a session's connection. Everything runs on the loop
-that owns the node.
+and the connection ends; its socket is kept until they have been received. ``Hello`` makes it a
+session's connection. Everything runs on the loop that owns the node.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from kvstore.protocol.counts import NodeStats
 from kvstore.protocol.errors import CapacityError, ConfigError, KVStoreError, ProtocolError, reason
 from kvstore.server.connection import SessionConnections
 from kvstore.server.frames import FrameConnection
-from kvstore.server.handshakes import FirstFrame, Handshakes
+from kvstore.server.handshakes import FirstFrame, Handshakes, Unread
 from kvstore.server.processes import credentials
 from kvstore.server.tenants import Tenants, groups
 from kvstore.tier.host import MEMORY_WAIT_S, HostMemory
@@ -58,6 +58,7 @@ class SocketServer:
         self._tenants = Tenants(config.tenants)
         self._connections = SessionConnections(desk, stats)
         self._handshakes = Handshakes()
+        self._unread = Unread()
 
     def listen(self) -> None:
         """Create the socket; peers may connect, and :meth:`serve` serves them.
@@ -85,6 +86,7 @@ class SocketServer:
         if path.exists() and path.stat().st_ino == self._inode:
             path.unlink()
         self._connections.close()
+        self._unread.close()
         os.close(self._lock)
 
     def connections(self) -> int:
@@ -108,8 +110,10 @@ class SocketServer:
                 request = wire.decode_request(body)
                 if isinstance(request, wire.FetchExtents):
                     await self._memory_there(request.extents)
+                    user = credentials(raw).uid
+                    self._unread.check(user)
                     self._hand_out(raw, request, tenants)
-                    raw.close()
+                    self._unread.add(user, raw)
                     return
                 if not isinstance(request, wire.Hello):
                     raise ProtocolError(f"{type(request).__name__} before Hello")
