@@ -80,7 +80,7 @@ class _Answers:
         if abandoned is None:
             self.answers[number] = answer
         elif isinstance(abandoned, wire.Acquire):
-            self._send(wire.Release(abandoned.lease))
+            self._send(wire.Release(abandoned.lease, read=False))
         elif isinstance(abandoned, wire.BeginPut):
             self._send(wire.AbortPut(abandoned.put))
 

@@ -270,7 +270,7 @@ class Loader:
                 leased = self._ask(opened, keys, shard, lease, link, DISK_WAIT_S)
                 then()
             finally:
-                link.send_later(wire.Release(lease), opened.epoch)
+                link.send_later(wire.Release(lease, read=False), opened.epoch)
         return len(leased.digests) // DIGEST_BYTES
 
     def seconds(self, size: int, on_disk: int) -> float:
@@ -408,7 +408,7 @@ class Loader:
         if not may_wait:
             raise MustWaitError
         # Otherwise it would count towards the quota twice.
-        link.send(wire.Release(lease), opened.epoch)
+        link.send(wire.Release(lease, read=False), opened.epoch)
 
         def again() -> None:
             nonlocal leased

@@ -220,6 +220,9 @@ class KVStore:
     def stats(self) -> dict[str, Any]:
         """The node's statistics, as ``GET /v1/stats`` gives them.
 
+        A process that ``socket.tenants`` limits sees the spaces and sessions of its tenants only,
+        and no counts by model.
+
         With a device slab, the entry ``slab`` is what :meth:`slab_stats` returns.
 
         Raises:

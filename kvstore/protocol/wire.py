@@ -187,8 +187,8 @@ class Acquired(msgspec.Struct, array_like=True, tag=8):
 class Release(msgspec.Struct, array_like=True, tag=9):
     """Release a lease. No answer.
 
-    ``read``: its pages were read, and those to be read once leave the index. From minor version 5
-    on, and false only if another node did not get all of them.
+    ``read``: its pages were read, and those to be read once leave the index. False since minor
+    version 5 if another node did not get all of them, and if an engine has read none.
     """
 
     lease: int

@@ -133,7 +133,7 @@ class PageDetail(PageRow, frozen=True):
 
 
 class PageTokens(Answer, frozen=True):
-    """The token ids of one page; None = not given with the page, or too long for its record."""
+    """The token ids of one page; None = not given, too many for the page, or for its record."""
 
     key: str
     depth: int

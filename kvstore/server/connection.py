@@ -4,11 +4,15 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Final
 
+import msgspec
+
 from kvstore.node.desk import Desk
 from kvstore.protocol import wire
+from kvstore.protocol.counts import NodeStats
 from kvstore.protocol.errors import ProtocolError
 from kvstore.server.frames import FrameConnection, FrameConnections
 from kvstore.server.processes import Processes, credentials
+from kvstore.server.status import seen_by
 from kvstore.state.tree.sessions import Peer
 
 STATS_SHARE: Final = 20
@@ -20,18 +24,18 @@ class SessionConnections:
 
     Args:
         desk: processes their messages.
-        stats: returns the JSON for ``Stats``.
+        stats: returns the node's statistics, for ``Stats``.
 
     Attributes:
         frames: the connections; those after their Hello by their number at the desk.
     """
 
-    def __init__(self, desk: Desk, stats: Callable[[], bytes]) -> None:
+    def __init__(self, desk: Desk, stats: Callable[[], NodeStats]) -> None:
         self.frames = FrameConnections(desk.node.pages.counts, self._receive, self._lost)
         self._desk = desk
         self._node = desk.node
         self._stats = stats
-        self._cached_stats = b""
+        self._cached_stats: NodeStats | None = None
         self._cached_until_s = 0.0
         self._processes = Processes(desk.process_ended)
 
@@ -66,7 +70,8 @@ class SessionConnections:
 
     def _receive(self, connection: FrameConnection, request: wire.Request) -> None:
         if isinstance(request, wire.Stats):
-            connection.answer(wire.StatsReply(request.id, self._stats_json()))
+            seen = seen_by(self._all_stats(), connection.peer.tenants)
+            connection.answer(wire.StatsReply(request.id, msgspec.json.encode(seen)))
             return
         self._desk.receive(connection.number, request)
 
@@ -77,10 +82,10 @@ class SessionConnections:
         if not self._node.waits_for(identity):
             self._processes.forget(identity)
 
-    def _stats_json(self) -> bytes:
+    def _all_stats(self) -> NodeStats:
         """The node's statistics; cached, because many engines may request them often."""
         start_s = monotonic()
-        if start_s >= self._cached_until_s:
+        if self._cached_stats is None or start_s >= self._cached_until_s:
             self._cached_stats = self._stats()
             took_s = monotonic() - start_s
             self._cached_until_s = start_s + STATS_SHARE * took_s if took_s > 0.001 else 0.0

@@ -17,7 +17,6 @@ from pathlib import Path
 from time import monotonic, monotonic_ns
 from typing import Final, cast
 
-import msgspec
 import uvloop
 
 from kvstore.config import Loaded, ServerConfig, load, show, values
@@ -129,7 +128,7 @@ class Daemon:
         self.status = NodeStatus(
             self.desk, self.memory, host.policy, self._started_s, self.publication
         )
-        self.socket = SocketServer(config.socket, self.desk, self.memory, self._stats_json)
+        self.socket = SocketServer(config.socket, self.desk, self.memory, self.status.stats)
         self.disk: DiskTier | None = None
         self._announcement = Announcement(self._table)
         self._watch = Watch(self.node, self.status.unready)
@@ -220,9 +219,6 @@ class Daemon:
     def _status(self) -> str:
         """One line of status for the service manager."""
         return f"stopping: {self._why}" if self._why else self.status.unready() or "serving"
-
-    def _stats_json(self) -> bytes:
-        return msgspec.json.encode(self.status.stats())
 
     async def _write_out(self) -> None:
         """Before an orderly stop: write pages to disk, so that a restart finds them."""

@@ -1,16 +1,18 @@
-"""Accepting connections, and the limits until their first message."""
+"""Accepting connections, the limits until their first message, and answers that nobody reads."""
 
 import asyncio
+import fcntl
 import logging
 import socket
+import termios
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from functools import partial
-from itertools import count
+from itertools import chain, count, filterfalse
 from typing import Any, Final
 
 from kvstore.protocol import wire
-from kvstore.protocol.errors import ProtocolError
+from kvstore.protocol.errors import CapacityError, ProtocolError
 
 log = logging.getLogger(__name__)
 
@@ -21,6 +23,8 @@ HANDSHAKES_MAX: Final = 2 * SILENT_MAX
 """The same, including those that wait for memory; further ones are not accepted yet."""
 FIRST_FRAME_BYTES_MAX: Final = 64 << 10
 ACCEPT_PAUSE_S: Final = 0.1
+UNREAD_MAX: Final = 64
+"""Maximum answers with descriptors that the processes of one user have not read."""
 
 
 class Handshakes:
@@ -80,6 +84,44 @@ class Handshakes:
         if len(self._silent) >= SILENT_MAX:
             oldest = next(iter(self._silent))
             self._silent.pop(oldest).reschedule(asyncio.get_running_loop().time())
+
+
+class Unread:
+    """Answers with descriptors until their peers have read them.
+
+    Until then the kernel counts the descriptors for the node's user, even once the node has closed
+    the socket, and at the limit (``RLIMIT_NOFILE``) it lets the node send none to anybody.
+    """
+
+    def __init__(self) -> None:
+        self._sockets: dict[int, list[socket.socket]] = {}
+
+    def check(self, user: int) -> None:
+        """Close the sockets whose answers have been read.
+
+        Raises:
+            CapacityError: this user has too many left.
+        """
+        for sockets in self._sockets.values():
+            for raw in list(filterfalse(_unread, sockets)):
+                sockets.remove(raw)
+                raw.close()
+        if len(self._sockets.get(user, ())) >= UNREAD_MAX:
+            raise CapacityError(f"user {user} has not read {UNREAD_MAX} answers with descriptors")
+
+    def add(self, user: int, raw: socket.socket) -> None:
+        """The answer has been sent; the socket closes once it has been read."""
+        raw.shutdown(socket.SHUT_WR)
+        self._sockets.setdefault(user, []).append(raw)
+
+    def close(self) -> None:
+        """Close all sockets."""
+        for raw in chain.from_iterable(self._sockets.values()):
+            raw.close()
+
+
+def _unread(raw: socket.socket) -> bool:
+    return any(fcntl.ioctl(raw, termios.TIOCOUTQ, bytes(4)))
 
 
 class FirstFrame:

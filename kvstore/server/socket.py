@@ -2,8 +2,8 @@
 
 The first message of a connection is read from the raw socket, before the loop's transport takes
 over, because descriptors can only be passed there. ``FetchExtents`` is answered with descriptors,
-and the connection closes. ``Hello`` makes it a session's connection. Everything runs on the loop
-that owns the node.
+and the connection ends; its socket is kept until they have been received. ``Hello`` makes it a
+session's connection. Everything runs on the loop that owns the node.
 """
 
 import asyncio
@@ -20,10 +20,11 @@ from typing import Final
 from kvstore.config import SocketConfig
 from kvstore.node.desk import Desk
 from kvstore.protocol import wire
+from kvstore.protocol.counts import NodeStats
 from kvstore.protocol.errors import CapacityError, ConfigError, KVStoreError, ProtocolError, reason
 from kvstore.server.connection import SessionConnections
 from kvstore.server.frames import FrameConnection
-from kvstore.server.handshakes import FirstFrame, Handshakes
+from kvstore.server.handshakes import FirstFrame, Handshakes, Unread
 from kvstore.server.processes import credentials
 from kvstore.server.tenants import Tenants, groups
 from kvstore.tier.host import MEMORY_WAIT_S, HostMemory
@@ -41,14 +42,14 @@ class SocketServer:
         config: path of the socket and access.
         desk: the node's desk.
         memory: the extents.
-        stats: returns the JSON for ``Stats``.
+        stats: returns the node's statistics, for ``Stats``.
 
     Raises:
         ConfigError: a user or group of ``socket.tenants`` does not exist.
     """
 
     def __init__(
-        self, config: SocketConfig, desk: Desk, memory: HostMemory, stats: Callable[[], bytes]
+        self, config: SocketConfig, desk: Desk, memory: HostMemory, stats: Callable[[], NodeStats]
     ) -> None:
         self._node = desk.node
         self._table = desk.node.pages
@@ -57,6 +58,7 @@ class SocketServer:
         self._tenants = Tenants(config.tenants)
         self._connections = SessionConnections(desk, stats)
         self._handshakes = Handshakes()
+        self._unread = Unread()
 
     def listen(self) -> None:
         """Create the socket; peers may connect, and :meth:`serve` serves them.
@@ -84,6 +86,7 @@ class SocketServer:
         if path.exists() and path.stat().st_ino == self._inode:
             path.unlink()
         self._connections.close()
+        self._unread.close()
         os.close(self._lock)
 
     def connections(self) -> int:
@@ -107,8 +110,10 @@ class SocketServer:
                 request = wire.decode_request(body)
                 if isinstance(request, wire.FetchExtents):
                     await self._memory_there(request.extents)
+                    user = credentials(raw).uid
+                    self._unread.check(user)
                     self._hand_out(raw, request, tenants)
-                    raw.close()
+                    self._unread.add(user, raw)
                     return
                 if not isinstance(request, wire.Hello):
                     raise ProtocolError(f"{type(request).__name__} before Hello")

@@ -40,6 +40,19 @@ class DaemonSources:
     loop_lag_s: Callable[[], float]
 
 
+def seen_by(stats: NodeStats, tenants: frozenset[str] | None) -> NodeStats:
+    """What an engine that may use these tenants sees: of the others only what is in a sum.
+
+    ``tenants``: None = any. Counts by model leave it out, because tenants may use one model.
+    """
+    if tenants is None:
+        return stats
+    return structs.replace(
+        stats, lookups=[], spaces=[one for one in stats.spaces if one.tenant in tenants],
+        sessions=[one for one in stats.sessions if one.tenant in tenants],
+    )  # fmt: skip
+
+
 class NodeStatus:
     """The status for the log, engines and operators; call it on the state's loop.
 

@@ -109,6 +109,7 @@ def test_a_page_that_is_read_once_is_gone_after_its_reader(store):
     space = open_space(store)
     keys = new_keys(space, 2)
     space.put(keys, content(2, SIZE), read_once=True)
+    assert space.prefetch(keys).result(10) == 2, "which reads none of them"
 
     with space.get(keys) as views:
         assert len(views) == 2

@@ -7,16 +7,19 @@ nobody writes there any more.
 import asyncio
 import json
 import os
+import select
 import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from kvstore.protocol import wire
+from kvstore.server.handshakes import UNREAD_MAX
 from kvstore.server.processes import Processes
 from kvstore.server.socket import _lock
 from kvstore.testing.server import wait_for
@@ -231,6 +234,21 @@ def test_tenants_are_told_apart_by_user_and_group_not_by_what_clients_say(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be other users")
+def test_the_statistics_tell_a_tenant_nothing_of_others(spawn: Spawn, open_folder: Path):
+    name, program = arguments(open_folder)
+    program += ["--set", "socket.tenants=red=60001,blue=60002"]
+    daemon = Daemon(spawn(program, ready=READY), name)
+
+    red = said(spawn, daemon, 60001, 60001, "", "?red")
+    blue = said(spawn, daemon, 60002, 60002, "", "?blue")
+    root = said(spawn, daemon, 0, 0, "", "?red")
+
+    assert red == {"?red": ["red", "red"]}
+    assert blue == {"?blue": ["blue", "blue"]}
+    assert root == {"?red": ["red", "blue", "red", content.IDENTITY.model]}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be other users")
 def test_without_tenants_other_users_cannot_connect(spawn: Spawn, open_folder: Path):
     name, program = arguments(open_folder)
     daemon = Daemon(spawn(program, ready=READY), name)
@@ -286,6 +304,37 @@ def test_an_extent_goes_to_sessions_of_its_own_tenant_only(spawn: Spawn, tmp_pat
     refused, count = answers["blue"]
     assert isinstance(refused, wire.Failure)
     assert count == 0
+
+
+def test_descriptors_that_a_user_does_not_receive_are_so_many(spawn: Spawn, tmp_path: Path):
+    """The kernel counts them for the node, which could send none to anybody at its limit."""
+    name, program = arguments(tmp_path)
+    daemon = Daemon(spawn(program, ready=READY), name)
+    with ExitStack() as stack:
+        red = stack.enter_context(connect(daemon))
+        opens = wire.OpenSpace(2, content.IDENTITY, [content.SHARD])
+        red.sendall(wire.encode(HELLO) + wire.encode(opens))
+        welcome, _ = receive(red), receive(red)
+        assert isinstance(welcome, wire.Welcome)
+        red.sendall(wire.encode(wire.BeginPut(3, 1, 0, 0, content.keys(1, 1).packed, b"")))
+        granted = receive(red)
+        assert isinstance(granted, wire.PutGranted)
+        [(extent, _, _)] = wire.unpack_addresses(granted.addresses)
+
+        def ask() -> socket.socket:
+            short = stack.enter_context(connect(daemon))
+            short.sendall(wire.encode(wire.FetchExtents(welcome.session, [extent] * 64)))
+            select.select([short], [], [], 5)
+            return short
+
+        unread = [ask() for _ in range(UNREAD_MAX)]
+        refused = receive(ask())
+        received = receive(unread.pop())
+        again = receive(ask())
+
+    assert isinstance(refused, wire.Failure)
+    assert refused.code == "capacity"
+    assert received == again == wire.ExtentsFollow([extent] * 64)
 
 
 @pytest.mark.parametrize("entry", ["red", "=root", "red=", "red=@", "red=no-such-user"])

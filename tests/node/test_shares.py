@@ -112,6 +112,25 @@ def test_what_waits_is_ready_in_the_order_in_which_it_came():
 # What is left behind
 
 
+def test_a_connection_has_so_many_leases_however_small_they_are(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("kvstore.state.tree.sessions.LEASES_MAX", 3)
+    made = Wire()
+    made.join(1)
+    made.join(2)
+    made.store(1, KEYS)
+    asked = [wire.Acquire(0, lease, 0, 0, KEYS[:1].packed, 100) for lease in range(1, 5)]
+
+    answers = [made.ask(1, one) for one in asked]
+
+    assert [type(one) for one in answers] == [*[wire.Acquired] * 3, wire.Failure]
+    assert describe(made.node).leases == 3
+    made.ask(1, wire.Release(2))
+    for connection in (1, 2):
+        again = made.ask(connection, msgspec.structs.replace(asked[3]))
+        assert isinstance(again, wire.Acquired)
+    check(made.node.pages)
+
+
 def test_a_process_that_leaves_pages_behind_again_and_again_is_let_in_no_more():
     made = Wire()
     made.join(1)

@@ -21,6 +21,9 @@ from kvstore.state.tree.places import Tier
 from kvstore.state.tree.prefix_tree import PrefixTree
 
 CONVERSATIONS_MAX = 4096
+KEPT_MAX = 1 << 20
+"""Maximum pages of all conversations; one that several share counts for each, for each remembers
+it: some 90 bytes of the node's own memory, while the budget is charged once."""
 RELEASE_PAGES = 256
 """Maximum pages that one step releases."""
 GAVE_WAY_MAX = 4096
@@ -31,8 +34,8 @@ _ENDED_NS: Final = 1
 
 KeepCause = Literal["", "missing", "bytes", "budget", "quota", "conversations", "disk"]
 """Why further pages are not kept: not stored (yet), beyond the conversation's bytes, the node's
-budget, the space's quota or :data:`CONVERSATIONS_MAX`, or the disk accepts no more now; empty = all
-are kept."""
+budget, the space's quota, or :data:`CONVERSATIONS_MAX` or :data:`KEPT_MAX`, or the disk accepts no
+more now; empty = all are kept."""
 
 
 _ALL: Final[KeepCause] = ""
@@ -155,6 +158,8 @@ class Conversations:
         self.gave_way: OrderedDict[tuple[int, PrefixKey], GaveWay] = OrderedDict()
         self._all: dict[tuple[int, str], Conversation] = {}
         self._charged: dict[PrefixNode, _Charge] = {}
+        #: Pages of all conversations, see :data:`KEPT_MAX`.
+        self._kept = 0
         self._shares: Shares[Conversation] = Shares()
         #: No conversation ends before; 0 = none ends.
         self._next_ns = 0
@@ -309,6 +314,7 @@ class Conversations:
             for node in nodes:
                 counts[node] = counts.get(node, 0) + 1
         assert counts == {node: len(charge.keepers()) for node, charge in self._charged.items()}
+        assert self._kept == sum(counts.values())
         charged = sum(charge.size_bytes for charge in self._charged.values())
         assert self.used_bytes + self.disk_used_bytes == charged
         assert self._shares.members() == len(self._all)
@@ -338,18 +344,23 @@ class Conversations:
         node = found.space.nodes.get(key)
         if node is None or not node.ready or not self._follows(found, node):
             return "missing"
+        if self._kept >= KEPT_MAX:
+            return "conversations"
         charge = self._charged.get(node)
         size = charge.size_bytes if charge is not None else _size(node, found.tier)
         if 0 < found.bytes_max < found.size_bytes + size:
             return "bytes"
-        if charge is None:
-            if 0 < step.quota_bytes < self._shares.size_bytes(found.space) + size:
-                return "quota"
-            if not self._make_room(step, size):
-                return "budget"
-        self._take(found, key, node, size)
+        if charge is None and (cause := self._refusal(step, size)):
+            return cause
+        self._take(found, node.key, node, size)  # no second object for the key
         step.newly_kept.append(node)
         return ""
+
+    def _refusal(self, step: "_Keep", size: int) -> KeepCause:
+        """Why ``size`` bytes more are not kept: the space's quota, or the budget."""
+        if 0 < step.quota_bytes < self._shares.size_bytes(step.found.space) + size:
+            return "quota"
+        return "" if self._make_room(step, size) else "budget"
 
     def _follows(self, found: Conversation, node: PrefixNode) -> bool:
         """Whether this conversation keeps the preceding page, or the page is the chain's first."""
@@ -402,6 +413,7 @@ class Conversations:
             charge.add(found)
         found.nodes[key] = node
         found.size_bytes += size
+        self._kept += 1
 
     def _let_go(self, found: Conversation, key: PrefixKey) -> None:
         self._discharge(found, found.nodes.pop(key))
@@ -414,8 +426,9 @@ class Conversations:
 
     def _discharge(self, found: Conversation, node: PrefixNode) -> None:
         charge = self._charged[node]
+        self._kept -= 1
         found.size_bytes -= charge.size_bytes
-        assert found.size_bytes >= 0, node
+        assert found.size_bytes >= 0 <= self._kept, node
         if charge.remove(found):
             del self._charged[node]
             self._count(found, -charge.size_bytes)

@@ -104,10 +104,9 @@ class PageTable:
         ``used``: count this as a use of the pages.
 
         Raises:
-            CapacityError: the session's quota is used up; nothing was pinned.
+            CapacityError: the quota, or the number of leases, is used up; nothing was pinned.
         """
-        if lease_id in process.leases:
-            raise InvalidArgument("lease", f"{lease_id} is in use")
+        process.refuse_lease(lease_id)
         self.moment.tick = tick = self.moment.tick + 1
         nodes = leading_in_memory(space, packed, shard)
         slots = list(chain.from_iterable([node.slots_of(shard) for node in nodes]))

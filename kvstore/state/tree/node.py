@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 RUN_PAGES_MAX = 128
 """Maximum pages of a run: splitting it into single pages takes about half a millisecond."""
+TOKENS_SHARE: Final = 16
+"""Tokens take at most this part of the slots of their page: an engine may choose small pages of
+many tokens, and nothing else limits the memory of those."""
 _NEVER: Final[dict[int, int]] = {}
 """Shared by all nodes whose pages do not expire, which are nearly all; never changed."""
 
@@ -383,14 +386,15 @@ class PrefixNode:
         self.space.writing.add(self)
 
     def learn(self, tokens: bytes) -> None:
-        """Keep the leading tokens of its pages in memory, if there are enough."""
-        if (
-            tokens
-            and not self.tokens
-            and len(tokens) == self.space.token_bytes * self.count
-            and self.memory
-        ):
+        """Keep the leading tokens of its pages in memory, if there are enough, and not too many."""
+        right = len(tokens) == self.space.token_bytes * self.count
+        if tokens and not self.tokens and right and self._has_room_for_tokens():
             self.tokens = tokens
+
+    def _has_room_for_tokens(self) -> bool:
+        shards = self.space.shards
+        slot_bytes = sum([shards[shard].slot_bytes for shard in self.slot_columns])
+        return self.space.token_bytes * TOKENS_SHARE <= slot_bytes
 
     def commit(self, shard: int, digests: bytes, keep: Retention = ORDINARY) -> None:
         """The pages of ``shard`` are READY; ``digests`` are packed."""
@@ -451,7 +455,7 @@ class PrefixNode:
         self.memory &= ~(1 << shard)
         self.space.host_bytes -= len(slots) * self.space.shards[shard].slot_bytes
         assert self.space.host_bytes >= 0
-        if not self.memory:
+        if self.tokens and not self._has_room_for_tokens():
             self.tokens = b""
         if not self.in_memory:
             self.count_above(-1)

@@ -26,6 +26,9 @@ from kvstore.state.tree.story import Moment
 
 STRETCH_HELD: Final = 512
 """Leases, puts and fetches that one stretch of :meth:`Session.checks` examines."""
+LEASES_MAX = 4096
+"""Maximum leases of one connection, expired ones too: small pages are nearly free of quota, and
+each lease takes half a kilobyte of the node's own memory."""
 
 
 @dataclass(slots=True, eq=False)
@@ -178,6 +181,18 @@ class Process:
         self.session.changes += 1
         assert self.session.used_bytes >= 0
 
+    def refuse_lease(self, number: int) -> None:
+        """Refuse one lease too many.
+
+        Raises:
+            InvalidArgument: the number is in use.
+            CapacityError: it has as many as it may have.
+        """
+        if number in self.leases:
+            raise InvalidArgument("lease", f"{number} is in use")
+        if len(self.leases) >= LEASES_MAX:
+            raise CapacityError(f"{LEASES_MAX} leases of this connection are not released yet")
+
     @property
     def idle(self) -> bool:
         """Whether it holds nothing."""
@@ -305,6 +320,10 @@ SPACES_MAX = 4096
 SESSION_SPACES_MAX = 256
 SESSION_SPACES_ALWAYS = 4
 SHARDS_MAX: Final = 1024
+"""Maximum shards of a space."""
+ALL_SHARDS_MAX = 65_536
+"""Maximum shards of all spaces, which take up to a kilobyte each; twice as many for the few spaces
+that every session may always open."""
 
 
 class Spaces:
@@ -319,6 +338,8 @@ class Spaces:
         self._spaces: dict[int, PrefixTree] = {}
         self._by_digest: dict[bytes, PrefixTree] = {}
         self._next = 0
+        #: Shards of all spaces.
+        self._shards = 0
 
     def __iter__(self) -> Iterator[PrefixTree]:
         return iter(self._spaces.values())
@@ -336,7 +357,7 @@ class Spaces:
 
         Raises:
             LayoutMismatch, InvalidArgument: names the field that does not match the known one.
-            CapacityError: the node, or the session, has reached its limit of spaces.
+            CapacityError: the node, or the session, has reached its limit of spaces or shards.
         """
         if session.spaces and session.domain != identity.tenant and not session.remote:
             raise InvalidArgument("tenant", f"this session belongs to {session.domain!r}")
@@ -346,8 +367,8 @@ class Spaces:
             known = self._by_digest.get(identity.digest)
             if known is None or known.number not in session.spaces:
                 raise CapacityError(f"the session has {SESSION_SPACES_MAX} spaces open already")
-        most = SPACES_MAX * (2 if len(session.spaces) < SESSION_SPACES_ALWAYS else 1)
-        space, numbers = self._find_or_make(identity, shards, most)
+        always = len(session.spaces) < SESSION_SPACES_ALWAYS
+        space, numbers = self._find_or_make(identity, shards, always=always)
         session.domain = identity.tenant
         if space.number not in session.spaces:
             session.spaces[space.number] = space
@@ -363,7 +384,7 @@ class Spaces:
         self, identity: SpaceIdentity, shards: Sequence[ShardSpec]
     ) -> tuple[PrefixTree, list[int]]:
         """:meth:`open` for pages that no session has requested yet."""
-        return self._find_or_make(identity, shards, SPACES_MAX)
+        return self._find_or_make(identity, shards)
 
     def get(self, number: int, session: Session) -> PrefixTree:
         """The space that a session has opened under that number.
@@ -385,16 +406,17 @@ class Spaces:
         session.shards.clear()
 
     def close_idle(self, needed: Callable[[PrefixTree], bool]) -> int:
-        """If the limit of spaces is reached, close idle ones; returns how many.
+        """If a limit of spaces or shards is near, close idle spaces; returns how many.
 
         Args:
             needed: whether an empty space that no session has open must stay.
         """
-        if len(self._spaces) < SPACES_MAX:
+        if len(self._spaces) < SPACES_MAX and self._shards + SHARDS_MAX <= ALL_SHARDS_MAX:
             return 0
         idle = [one for one in self if not one.sessions and not one.nodes and not needed(one)]
         for space in idle:
             del self._spaces[space.number], self._by_digest[space.identity.digest]
+            self._shards -= len(space.shards)
         assert len(self._spaces) == len(self._by_digest)
         return len(idle)
 
@@ -402,11 +424,13 @@ class Spaces:
         """Assert that each space is found by number and by label."""
         assert len(self._spaces) == len(self._by_digest)
         assert all(self._spaces.get(one.number) is one for one in self._by_digest.values())
+        assert self._shards == sum(len(one.shards) for one in self)
         assert all(one.sessions >= 0 for one in self)
 
     def _find_or_make(
-        self, identity: SpaceIdentity, shards: Sequence[ShardSpec], spaces_max: int
+        self, identity: SpaceIdentity, shards: Sequence[ShardSpec], *, always: bool = False
     ) -> tuple[PrefixTree, list[int]]:
+        """See :meth:`open`; ``always``: it is one of the few that a session may always open."""
         for spec in shards:
             pack_pair(identity, spec)  # refused here, or every write of its pages would be
         sizes = [spec.page_bytes(identity) for spec in shards]
@@ -415,16 +439,13 @@ class Spaces:
                 limit = self._page_bytes_max
                 raise InvalidArgument("page_bytes", f"{size} is more than an extent ({limit})")
         space = self._by_digest.get(identity.digest)
+        new = set(shards).difference(space.shard_numbers if space else ())
+        self._refuse_too_many(space, len(new), 2 if always else 1)
         needs = dict(space.needs) if space else {}
         for spec in shards:
             _refuse_contradiction(spec, needs)
             needs[spec.group] = _merge(spec, needs)
         if space is None:
-            if len(self._spaces) >= spaces_max:
-                raise CapacityError(
-                    f"{len(self._spaces)} spaces are in use already; one is closed once no engine"
-                    " has it open and no page of it is left"
-                )
             space = PrefixTree(self._next, identity)
             self._next += 1
             self._spaces[space.number] = self._by_digest[identity.digest] = space
@@ -432,17 +453,32 @@ class Spaces:
             _shard_number(space, spec, size) for spec, size in zip(shards, sizes, strict=True)
         ]
         space.needs = needs
+        self._shards += len(new)
         assert len(numbers) == len(shards)
         assert space.identity == identity
         return space, numbers
+
+    def _refuse_too_many(self, space: PrefixTree | None, new: int, share: int) -> None:
+        """Refuse a new space (None), or ``new`` shards, beyond the limits times ``share``."""
+        if space is not None and len(space.shards) + new > SHARDS_MAX:
+            raise CapacityError(f"the space has {len(space.shards)} shards already")
+        what = ""
+        if space is None and len(self._spaces) >= SPACES_MAX * share:
+            what = f"{len(self._spaces)} spaces"
+        elif new and self._shards + new > ALL_SHARDS_MAX * share:
+            what = f"{self._shards} shards"
+        if what:
+            raise CapacityError(
+                f"{what} are in use already; a space is closed once no engine has it open and no"
+                " page of it is left"
+            )
 
 
 def _shard_number(space: PrefixTree, spec: ShardSpec, page_bytes: int) -> int:
     number = space.shard_numbers.get(spec)
     if number is None:
         number = len(space.shards)
-        if number >= SHARDS_MAX:
-            raise CapacityError(f"the space has {SHARDS_MAX} shards already")
+        assert number < SHARDS_MAX
         slot_bytes = -(-page_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
         space.shards.append(Shard(spec, page_bytes, slot_bytes))
         space.shard_numbers[spec] = number

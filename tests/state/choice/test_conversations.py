@@ -177,6 +177,22 @@ def test_there_are_not_more_conversations_than_allowed(monkeypatch):
     assert scene.keep("a", "one") == (1, "")
 
 
+def test_conversations_that_share_their_pages_keep_so_many_together(monkeypatch):
+    monkeypatch.setattr(module, "KEPT_MAX", 5)
+    scene = Scene()
+    scene.store("abc")
+
+    assert scene.keep("abc", "one", seconds=5) == (3, "")
+    assert scene.keep("abc", "two") == (2, "conversations")
+    assert scene.keep("ab", "three") == (0, "conversations")
+    assert scene.keep("ab", "two") == (2, ""), "they are kept already"
+    check(scene.table)
+
+    scene.pass_time(5)
+    assert scene.keep("abc", "three") == (3, "")
+    check(scene.table)
+
+
 def test_a_page_that_left_is_charged_to_nobody():
     scene = Scene()
     scene.store("abc")

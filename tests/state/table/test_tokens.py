@@ -2,16 +2,18 @@
 
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from kvstore.protocol.errors import PageCorrupt, TierUnavailable
+from kvstore.protocol.page import OpaqueLayout
 from kvstore.state.disk.checks import CHECKS_MAX
 from kvstore.state.disk.jobs import DiskRead, DiskTokens
 from kvstore.state.table.announce import READ_NS, Announcement
 from kvstore.state.table.invariants import check
 from kvstore.state.tree.actions import TierRemoved, TierStored
 from tests.state.disk.disk_world import DiskWorld, flood
-from tests.state.world import FULL, FULL_2, World, chain, key
+from tests.state.world import FULL, FULL_2, World, chain, identity, key
 
 
 def ids(text: str) -> bytes:
@@ -118,6 +120,25 @@ def test_tokens_go_with_the_last_page_of_a_node_that_leaves_memory():
 
     world.table.residents.drop(node, 1, "corrupt")
     assert node.tokens == b""
+
+
+@pytest.mark.parametrize(("page_tokens", "kept"), [(64, True), (65, False), (4096, False)])
+def test_tokens_of_small_pages_take_no_memory_beside_that_of_pages(page_tokens: int, kept: bool):
+    """A slot has 4 KiB here, however many tokens the page has; two shards have two slots."""
+    world = Engine()
+    layout = OpaqueLayout("e", "1", "", block_tokens=page_tokens, block_bytes=1)
+    shards = [msgspec.structs.replace(one, layout=layout) for one in (FULL, FULL_2)]
+    named = msgspec.structs.replace(identity(), page_tokens=page_tokens)
+    world.mine, _ = world.table.spaces.open(world.me.session, named, shards)
+    tokens = bytes(range(1, 5)) * page_tokens
+
+    world.put("a", tokens)
+    assert world.known("a") == [tokens if kept else b""]
+
+    world.put("a", tokens, shard=1)
+    assert world.known("a") == [tokens if page_tokens < 4096 else b""]
+    world.table.residents.drop(world.mine.nodes[key("a")], 1, "corrupt")
+    assert world.known("a") == [tokens if kept else b""]
 
 
 # With a disk

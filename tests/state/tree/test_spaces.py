@@ -124,6 +124,36 @@ def test_a_session_opens_a_few_spaces_however_many_the_others_have(crowded: Worl
         open_some(crowded, "c", range(10, 11))
 
 
+def open_shards(world: World, name: str, model: str, shards: range) -> None:
+    """Let a session open so many shards of a space."""
+    specs = [msgspec.structs.replace(FULL, heads=(at, at + 1)) for at in shards]
+    world.table.open_space(world.process(name).session, identity(model=model), specs)
+
+
+def test_shards_are_so_many_in_however_many_spaces(crowded: World, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("kvstore.state.tree.sessions.ALL_SHARDS_MAX", 8)
+    open_shards(crowded, "a", "m0", range(3))
+    open_shards(crowded, "a", "m1", range(3))
+
+    with pytest.raises(CapacityError, match="6 shards"):
+        open_shards(crowded, "a", "m2", range(3))
+    with pytest.raises(CapacityError, match="6 shards"):
+        open_shards(crowded, "a", "m1", range(6))
+    assert [len(space.shards) for space in crowded.table.spaces] == [3, 3]
+    open_shards(crowded, "a", "m1", range(1, 5))
+    open_shards(crowded, "a", "m0", range(3))
+
+    open_shards(crowded, "b", "m2", range(8))
+    with pytest.raises(CapacityError, match="16 shards"):
+        open_shards(crowded, "c", "m3", range(1))
+    crowded.table.spaces.check()
+
+    leave(crowded, "a")
+    open_shards(crowded, "c", "m3", range(1))
+    assert [space.identity.model for space in crowded.table.spaces] == ["m2", "m3"]
+    crowded.table.spaces.check()
+
+
 def test_spaces_that_nobody_has_open_and_that_hold_nothing_give_up_their_places(crowded: World):
     open_some(crowded, "a", range(4))
     kept = crowded.process("a")
