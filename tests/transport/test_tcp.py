@@ -178,12 +178,11 @@ def test_those_who_say_nothing_keep_nobody_out(opened, end_of, dial, monkeypatch
 
 
 def test_connections_with_tickets_are_bounded(opened, end_of, dial, wait_until):
-    owner, pages = opened(connections_max=1), TransferPages(4096, 2)
+    owner, pages, big = opened(connections_max=1), TransferPages(4096, 2), TransferPages(1 << 25, 1)
     owner.grant(TICKET, pages.granted(), later())
-    many = TransferPages(1 << 20, 32)
-    owner.grant(b"m" * 16, many.granted(), later())
+    owner.grant(b"b" * 16, big.granted(), later())
     slow, second, third = dial(owner), opened(""), opened("")
-    slow.sendall(request_for(many, ticket=b"m" * 16, budget_ms=60_000))
+    slow.sendall(request_for(big, ticket=b"b" * 16, budget_ms=60_000))
     assert slow.recv(1), "it is being answered"
 
     second.read(pages.transfer(1, owner.endpoint, TICKET, later()))
