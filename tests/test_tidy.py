@@ -57,6 +57,7 @@ CATCH_ALL: dict[str, str] = {
     "kvstore/handoff/mooncake.py:MooncakeWriter._events": "all writes must have ends",
     "kvstore/handoff/mooncake.py:MooncakeLanding._run": "engines must be ended after a fault, too",
     "kvstore/handoff/mooncake.py:MooncakeWriter._run": "all writes need an end after a fault, too",
+    "kvstore/transport/mooncake.py:MooncakeTransport._run": "transfers must be settled then, too",
 }
 """``path:function``: why this loop must survive whatever happens in it; it logs and counts."""
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from kvstore.config.addresses import is_endpoint
 from kvstore.protocol import wire
 
 
@@ -32,6 +33,13 @@ def offered(own: Sequence[str], advertised: Mapping[str, str], host: str) -> dic
 
 
 def ways_of(lent: wire.Lent, endpoints: Mapping[str, str], host: str) -> tuple[Way, ...]:
-    """The ways to the pages of a lease, the preferred one first."""
-    sources = {name: lent.places.get(name, (known, b"")) for name, known in endpoints.items()}
-    return tuple(Way(name, reached(at, host), places) for name, (at, places) in sources.items())
+    """The ways to the pages of a lease, the preferred one first.
+
+    Addresses of the pages behind an endpoint that is none count as unknown.
+    """
+    ways: list[Way] = []
+    for name, known in endpoints.items():
+        told, places = lent.places.get(name, (known, b""))
+        at = reached(told, host)
+        ways.append(Way(name, at, places if is_endpoint(at) else b""))
+    return tuple(ways)

@@ -1,6 +1,5 @@
 """The shape of a pool, as both cores know it: numbers of planes, blocks and tokens. Pure."""
 
-import re
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from kvstore.config.addresses import is_endpoint
 from kvstore.handoff.messages import TEXT_MAX, Announce, LandingPlace
 from kvstore.handoff.places import (
     AUX_PLANE,
@@ -30,7 +30,6 @@ from kvstore.handoff.state_data import (
 )
 from kvstore.protocol.errors import InvalidArgument, ProtocolError
 
-_ENDPOINT: Final = re.compile(r"(?:[\w.-]+|\[[\da-fA-F:.]+\]):(\d{1,5})", re.ASCII)
 _ADDRESS_MAX: Final = 1 << 56
 _SEED: Final = struct.Struct("<3Q")
 
@@ -336,8 +335,7 @@ def check_place(share: LinkShare, place: LandingPlace, blocks: list[int]) -> Non
     Raises:
         ProtocolError: a field is wrong.
     """
-    found = _ENDPOINT.fullmatch(place.endpoint)
-    if len(place.endpoint) > TEXT_MAX or found is None or not 0 < int(found[1]) < 1 << 16:
+    if not is_endpoint(place.endpoint):
         raise ProtocolError(f"{place.endpoint[:TEXT_MAX]!r} is no endpoint")
     if len(place.transport) > TEXT_MAX:
         raise ProtocolError("the name of a transport is too long")

@@ -36,7 +36,10 @@ class MapMemory(msgspec.Struct, array_like=True, tag=2):
 
 
 class UnmapMemory(msgspec.Struct, array_like=True, tag=3):
-    """Unmap memory; answered, because it must not be read afterwards."""
+    """Unmap memory that no transfer uses any more; there is no answer.
+
+    What is mapped there next waits for this, and has another serial.
+    """
 
     start: int
 

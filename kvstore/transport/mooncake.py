@@ -170,8 +170,7 @@ class MooncakeTransport:
 
     def _has(self, transfer: PageTransfer) -> bool:
         """Whether the process that reads has registered the memory of a transfer."""
-        found = self._reader.memory.elsewhere(transfer.local, transfer.page_bytes)
-        return found is not None
+        return self._reader.memory.elsewhere(transfer.local, transfer.page_bytes) is not None
 
     def read(self, transfer: PageTransfer) -> None:
         """See :class:`kvstore.transport.base.Transport`."""
@@ -316,11 +315,15 @@ class MooncakeTransport:
 
     def _run(self) -> None:
         while not self._closed:
-            now_ns = time.monotonic_ns()
-            for engine in self._engines():
-                self._keep(engine, now_ns)
-            self._carry(now_ns)
-            self._wait(now_ns)
+            try:
+                now_ns = time.monotonic_ns()
+                for engine in self._engines():
+                    self._keep(engine, now_ns)
+                self._carry(now_ns)
+                self._wait(now_ns)
+            except Exception:  # no transfer would be settled any more
+                _log.exception("%s continues after an internal error", self._thread.name)
+                time.sleep(_KILL_S)
 
     def _keep(self, engine: MooncakeEngine, now_ns: int) -> None:
         """Start a process where there is none, and end one that is to be replaced."""

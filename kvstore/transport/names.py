@@ -9,6 +9,8 @@ from typing import Final
 
 from kvstore.protocol.errors import PeerUnreachable, TransferTimeout, reason
 
+NAMES_MAX = 64
+"""Names that are being resolved; a name server that does not answer holds a thread for each."""
 Resolve = Callable[[str], list[str]]
 """Returns the addresses of a host name; may wait."""
 
@@ -42,13 +44,15 @@ class HostNames:
 
         Raises:
             TransferTimeout: no answer before the deadline, in ``time.monotonic_ns()``.
-            PeerUnreachable: there is no such host.
+            PeerUnreachable: there is no such host, or too many others are being resolved.
         """
         if _is_address(host):
             return [host]
         with self._lock:
             question = self._asking.get(host)
             if question is None:
+                if len(self._asking) >= NAMES_MAX:
+                    raise PeerUnreachable(f"{host}: {NAMES_MAX} names are being resolved already")
                 question = _Question()
                 thread = threading.Thread(
                     target=self._answer, args=(host, question), name="kvstore-names", daemon=True

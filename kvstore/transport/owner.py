@@ -2,7 +2,8 @@
 
 Each connection has a thread; their number is limited. A connection without a valid request so far
 is **silent**. Few of those are allowed, and a new one closes the oldest: strangers cannot keep
-peers out.
+peers out. One that has made requests and waits for the next gives its place to a peer that asks:
+readers keep connections that they do not use, and make a new one when they need it.
 """
 
 import logging
@@ -42,13 +43,16 @@ class _Caller:
 
     Attributes:
         silent: it has not made a valid request yet.
+        idle_ns: since when it waits for its next request; 0 = it does not.
+        replaced: it has given its place to another one, and is ending.
     """
 
-    __slots__ = ("silent", "stream", "thread")
+    __slots__ = ("idle_ns", "replaced", "silent", "stream", "thread")
 
     def __init__(self, stream: DataStream) -> None:
         self.stream = stream
-        self.silent = True
+        self.silent, self.replaced = True, False
+        self.idle_ns = 0
         self.thread: threading.Thread | None = None
 
 
@@ -132,6 +136,7 @@ class PageOwner:
         try:
             stream.begin(deadline_ns)
             while self._answer(caller, stream, deadline_ns):
+                caller.idle_ns = time.monotonic_ns()
                 deadline_ns = _after(IDLE_S)
         except KVStoreError as error:
             # A peer may close, or say nothing for long, between two requests.
@@ -149,6 +154,7 @@ class PageOwner:
         except ProtocolError:
             stream.send([pack_answer(DataStatus.PROTOCOL)], _after(FIRST_S))
             raise
+        caller.idle_ns = 0
         deadline_ns = _after(head.budget_ms / 1e3)
         try:
             first_ns = min(deadline_ns, _after(FIRST_S))
@@ -170,13 +176,28 @@ class PageOwner:
         return True
 
     def _admit(self, caller: _Caller) -> bool:
-        """Note that it has a ticket; returns False if too many others have."""
+        """Note that it has a ticket; returns False if too many others have and use theirs."""
         with self._lock:
             if caller.silent:
-                if sum(not one.silent for one in self._callers) >= self._connections_max:
+                others = [one for one in self._callers if not (one.silent or one.replaced)]
+                if len(others) >= self._connections_max and not self._replace_idle(others):
                     self._counts["connections_refused"] += 1
                     return False
                 caller.silent = False
+        return True
+
+    def _replace_idle(self, callers: Sequence[_Caller]) -> bool:
+        """End the one that has waited longest for a request; False if none waits; under the lock.
+
+        Its peer, which may be asking just now, makes a new one.
+        """
+        idle = [one for one in callers if one.idle_ns]
+        if not idle:
+            return False
+        oldest = min(idle, key=lambda one: one.idle_ns)
+        oldest.replaced = True
+        oldest.stream.shutdown()
+        self._counts["connections_replaced"] += 1
         return True
 
     def _move(

@@ -16,7 +16,7 @@ from kvstore.cluster.session import (
     SPACES_MAX,
     PeerSession,
 )
-from kvstore.cluster.ways import Way
+from kvstore.cluster.ways import Way, ways_of
 from kvstore.protocol import wire
 from kvstore.protocol.errors import (
     CapacityError,
@@ -117,6 +117,21 @@ def test_the_ways_of_a_lease_are_in_the_readers_order_with_what_the_owner_told_o
     assert only(talk.effects(), StartTransfer).ways == (
         Way("fast", "new:2", b"p" * 8), Way("tcp", f"{host}:7401", b""),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["", "a", "a:", "a:0", "a:65536", "a:1x", "a b:1", "a\0:1", "[a:1", "a:1\n", "x" * 200],
+)
+def test_an_endpoint_that_is_none_does_not_reach_a_library_that_would_end(endpoint):
+    lent = wire.Lent(
+        1, addresses(1), b"d" * 16, 0, 0, 9, b"t" * 16, places={"fast": (endpoint, b"p" * 8)}
+    )
+
+    (fast, tcp) = ways_of(lent, {"fast": "z:2", "tcp": "z:1"}, "z")
+
+    assert fast.addresses == b"", "without addresses no transport reads by them"
+    assert tcp == Way("tcp", "z:1", b"")
 
 
 def test_places_that_are_not_one_for_each_page_end_the_session():

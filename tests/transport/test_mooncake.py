@@ -138,3 +138,27 @@ def test_reads_do_not_wait_for_memory_that_is_being_registered(
         assert scene.end(1).good == b"\1\1"
         assert scene.reader.stats()["unregistered_bytes"] > 0
         assert scene.reader.stats()["replaced_processes"] == 0
+
+
+def test_after_a_fault_of_ours_the_processes_are_served_further(
+    monkeypatch: pytest.MonkeyPatch, wait_until: WaitUntil
+) -> None:
+    transport = MooncakeTransport("127.0.0.1", 1 << 20, protocol="tcp", serves=False)
+    faults, carry = [], transport._carry
+
+    def fail_once(now_ns: int) -> None:
+        if not faults:
+            faults.append(now_ns)
+            raise RuntimeError("a bug")
+        carry(now_ns)
+
+    descriptor = os.memfd_create("kvstore-test")
+    os.ftruncate(descriptor, 4096)
+    try:
+        monkeypatch.setattr(transport, "_carry", fail_once)
+        transport.register(1 << 40, 4096, descriptor)
+        wait_until(lambda: faults)
+        wait_until(lambda: transport.stats()["registered_bytes"] == 4096)
+    finally:
+        os.close(descriptor)
+        transport.close()

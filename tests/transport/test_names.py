@@ -6,6 +6,7 @@ import time
 import pytest
 
 from kvstore.protocol.errors import PeerUnreachable, TransferTimeout
+from kvstore.transport import names as host_names
 from kvstore.transport.names import HostNames
 from tests.conftest import WaitUntil
 
@@ -77,3 +78,22 @@ def test_a_name_is_asked_for_again_after_no_thread_could_be_started(monkeypatch)
             names.addresses("slow", soon_ns())
 
     assert names.addresses("slow", soon_ns()) == ["10.0.0.1", "fd00::1"]
+
+
+def test_peers_that_tell_another_name_each_time_cost_a_bounded_number_of_threads(
+    monkeypatch: pytest.MonkeyPatch, wait_until: WaitUntil
+):
+    monkeypatch.setattr(host_names, "NAMES_MAX", 2)
+    ask = SlowNames()
+    names = HostNames(ask)
+    for host in ("a", "b"):
+        with pytest.raises(TransferTimeout):
+            names.addresses(host, soon_ns(0.01))
+
+    with pytest.raises(PeerUnreachable, match=r"c: .*names"):
+        names.addresses("c", soon_ns())
+    assert ask.asked == ["a", "b"]
+
+    ask.gate.set()
+    wait_until(lambda: not names_threads())
+    assert names.addresses("c", soon_ns()) == ["10.0.0.1", "fd00::1"]

@@ -177,20 +177,35 @@ def test_those_who_say_nothing_keep_nobody_out(opened, end_of, dial, monkeypatch
     assert owner.stats()["connections_refused"] == 1
 
 
-def test_connections_with_tickets_are_bounded(opened, end_of, wait_until):
-    owner, pages = opened(connections_max=1), TransferPages(4096, 2)
+def test_connections_with_tickets_are_bounded(opened, end_of, dial, wait_until):
+    owner, pages, big = opened(connections_max=1), TransferPages(4096, 2), TransferPages(1 << 25, 1)
     owner.grant(TICKET, pages.granted(), later())
-    first, second, third = opened(""), opened(""), opened("")
-    first.read(pages.transfer(1, owner.endpoint, TICKET, later()))
-    assert end_of(first).error is None
+    owner.grant(b"b" * 16, big.granted(), later())
+    slow, second, third = dial(owner), opened(""), opened("")
+    slow.sendall(request_for(big, ticket=b"b" * 16, budget_ms=60_000))
+    assert slow.recv(1), "it is being answered"
 
     second.read(pages.transfer(1, owner.endpoint, TICKET, later()))
     assert isinstance(end_of(second).error, PeerUnreachable)
     assert owner.stats()["connections_refused"] == second.stats()["connects"] > 1
-    first.close()
+    slow.close()
     wait_until(lambda: not owner.stats()["connections_in"])
     third.read(pages.transfer(1, owner.endpoint, TICKET, later()))
     assert end_of(third).error is None
+
+
+def test_a_connection_that_nobody_uses_gives_its_place_to_a_peer_that_asks(opened, end_of):
+    owner, pages = opened(connections_max=1), TransferPages(4096, 2)
+    owner.grant(TICKET, pages.granted(), later())
+    first, second = opened(""), opened("")
+
+    for number in (1, 2):
+        for reader in (first, second):
+            reader.read(pages.transfer(number, owner.endpoint, TICKET, later()))
+            assert end_of(reader).error is None, "each in turn, though only one has a place"
+
+    assert owner.stats()["connections_replaced"] == 3
+    assert "connections_refused" not in owner.stats()
 
 
 @pytest.mark.parametrize(
