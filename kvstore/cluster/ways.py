@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvstore.config.addresses import is_endpoint
 from kvstore.protocol import wire
+from kvstore.protocol.endpoint import is_endpoint
 
 
 @dataclass(frozen=True, slots=True)

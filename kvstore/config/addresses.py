@@ -1,11 +1,7 @@
 """Addresses in the configuration: ``host:port``, ``[::1]:port``."""
 
 import ipaddress
-import re
-from typing import Final, NamedTuple
-
-_ENDPOINT: Final = re.compile(r"(?:[\w.-]+|\[[\da-fA-F:.]+\]):(\d{1,5})", re.ASCII)
-_ENDPOINT_CHARS_MAX: Final = 200
+from typing import NamedTuple
 
 
 class Address(NamedTuple):
@@ -74,9 +70,3 @@ def is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:  # a name, whatever it begins with
         return False
-
-
-def is_endpoint(text: str) -> bool:
-    """Whether this is ``host:port``, so that Mooncake may get it: others end its process."""
-    found = _ENDPOINT.fullmatch(text) if len(text) <= _ENDPOINT_CHARS_MAX else None
-    return found is not None and 0 < int(found[1]) < 1 << 16

@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvstore.config.addresses import is_endpoint
 from kvstore.handoff.messages import TEXT_MAX, Announce, LandingPlace
 from kvstore.handoff.places import (
     AUX_PLANE,
@@ -28,6 +27,7 @@ from kvstore.handoff.state_data import (
     check_names,
     wanted_states,
 )
+from kvstore.protocol.endpoint import is_endpoint
 from kvstore.protocol.errors import InvalidArgument, ProtocolError
 
 _ADDRESS_MAX: Final = 1 << 56

@@ -3,4 +3,4 @@
 Everything else in ``kvstore`` may import it, and it imports nothing of ``kvstore``.
 """
 
-__all__ = ["counts", "errors", "explanation", "layout", "page", "sizes", "wire"]
+__all__ = ["counts", "endpoint", "errors", "explanation", "layout", "page", "sizes", "wire"]
