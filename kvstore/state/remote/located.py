@@ -35,6 +35,8 @@ LOCATE_KEYS_MAX = 16_384
 """Maximum leading keys of a chain in one query."""
 KEYS_MAX = 1 << 20
 """Maximum keys of all remembered chains; 32 MiB."""
+LACKS_MAX = 1_024
+"""Maximum pages that are remembered as missing at a peer that was said to have them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -53,6 +55,7 @@ class LocatedChain:
         answered_ns: time of the answer.
         holdings: peer → how many leading pages it has.
         end: the pages from ``first`` up to this index can be found by their keys.
+        believed: it is a claim, and the directory was not asked.
     """
 
     number: int
@@ -66,6 +69,7 @@ class LocatedChain:
     answered_ns: int = 0
     holdings: dict[str, int] = field(default_factory=dict)
     end: int = 0
+    believed: bool = False
 
     @property
     def most(self) -> int:
@@ -140,6 +144,9 @@ class LocatedChains:
         self._by_key: dict[int, dict[PrefixKey, LocatedChain]] = {}
         #: Keys of all chains.
         self._keys = 0
+        #: Number of a space, first missing page of a chain, peer that did not give it all → until
+        #: when nobody is believed who says that it has.
+        self._lacks: OrderedDict[tuple[int, PrefixKey, str], int] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._chains)
@@ -199,7 +206,7 @@ class LocatedChains:
         self.expire(now_ns)
         made = self._begin(space, shards, packed, at, now_ns)
         pages = len(made.keys) // KEY_BYTES
-        made.asking, made.answered_ns = False, now_ns
+        made.asking, made.believed, made.answered_ns = False, True, now_ns
         made.holdings = {promise.peer: min(promise.pages, pages)}
         self._remember(made, max(at + 1, made.most))
         self._counts["located_by_engines"] += 1
@@ -211,9 +218,42 @@ class LocatedChains:
         if chain is None:
             return
         pages = len(chain.keys) // KEY_BYTES
-        chain.holdings = {one.peer: min(one.pages, pages) for one in holdings if one.pages > 0}
+        chain.holdings = {
+            one.peer: min(one.pages, pages)
+            for one in holdings
+            if one.pages > 0
+            and not self._was_wrong(chain.space, chain.keys, chain.first, one, now_ns)
+        }
         self._answer(chain, now_ns)
         self._remember(chain, max(chain.first + 1, chain.most))
+
+    def lacks(self, chain: LocatedChain, peer: str, position: int, now_ns: int) -> None:
+        """A peer did not deliver a page of a chain, and who says so for a while is not believed.
+
+        A claim that was wrong is forgotten: the directory may know who has the pages.
+        """
+        chain.lacks(peer, position)
+        about = chain.space.number, chain.key(chain.first), peer
+        self._lacks[about] = now_ns + FRESH_NS
+        self._lacks.move_to_end(about)
+        if len(self._lacks) > LACKS_MAX:
+            self._lacks.popitem(last=False)
+        if chain.believed and chain.number in self._chains:
+            self._forget(chain)
+
+    def credited(
+        self, space: PrefixTree, packed: bytes, at: int, claim: Holding | None, now_ns: int
+    ) -> Holding | None:
+        """A claim about page ``at``, the first that is missing here, if it may be right."""
+        if claim is None or claim.pages <= at:
+            return None
+        return None if self._was_wrong(space, packed, at, claim, now_ns) else claim
+
+    def _was_wrong(
+        self, space: PrefixTree, packed: bytes, at: int, claim: Holding, now_ns: int
+    ) -> bool:
+        key = PrefixKey(packed[at * KEY_BYTES : (at + 1) * KEY_BYTES])
+        return now_ns < self._lacks.get((space.number, key, claim.peer), 0)
 
     def _begin(
         self, space: PrefixTree, shards: Sequence[int], packed: bytes, at: int, now_ns: int

@@ -102,7 +102,7 @@ class RemotePages:
             mask |= 1 << shard
         now_ns, left = self._table.now_ns, len(packed) // KEY_BYTES - pages
         span = self.chains.find(space, mask, packed, pages, now_ns - FRESH_NS, answer)
-        if promise is not None and promise.pages > pages:
+        if (promise := self.chains.credited(space, packed, pages, promise, now_ns)) is not None:
             if span is None or span.chain.asking or not span.agrees(promise, pages):
                 span = self.chains.believe(space, shards, packed, pages, now_ns, promise)
         elif span is not None and answer is None and not span.tells_all(left):
@@ -218,7 +218,7 @@ class RemotePages:
             self._count_end(arrival, 0)
             self._lose(arrival)
             return
-        self._count_end(arrival, came)
+        self._count_end(arrival, came, answered=end.error is None)
         if came:
             self._store(arrival, end.digests, end.kept or [ORDINARY] * came)
         if came == pages or not self._try_another(arrival):
@@ -398,16 +398,16 @@ class RemotePages:
             )
         )  # fmt: skip
 
-    def _count_end(self, arrival: Arrival, came: int) -> None:
+    def _count_end(self, arrival: Arrival, came: int, *, answered: bool = False) -> None:
         """Update the measurements after a job that delivered its first ``came`` pages."""
-        put, chain = arrival.pages, arrival.chain
+        put, chain, now_ns = arrival.pages, arrival.chain, self._table.now_ns
         missing = len(put.slots) - came
         assert missing >= 0
         size = put.space.shards[put.shard].page_bytes
-        self._rates.ended(arrival.peer, came, missing, size, self._table.now_ns)
+        self._rates.ended(arrival.peer, came, missing, size, now_ns, answered=answered)
         self._table.counts["peer_missing_pages"] += missing
         if missing:
-            chain.lacks(arrival.peer, arrival.at + came)
+            self.chains.lacks(chain, arrival.peer, arrival.at + came, now_ns)
 
     def _store(self, arrival: Arrival, digests: bytes, kept: Sequence[Retention]) -> None:
         """The first pages of a job are READY: pin them for fetches, keep as ``kept`` says."""

@@ -13,7 +13,7 @@ START_S: Final = 0.005
 SAMPLE_NS: Final = 50_000_000
 """Interval of rate samples of a peer that is never idle."""
 AWAY_NS = 1_000_000_000
-"""How long a peer that delivered nothing is not asked."""
+"""How long a peer that delivered nothing, and did not say that it has nothing, is not asked."""
 PEERS_MAX: Final = 64
 _OLD_SHARE: Final = 0.5
 """Weight of earlier measurements in each new rate."""
@@ -66,8 +66,13 @@ class PeerRates:
             known.since_ns, known.size_bytes = now_ns, 0
         known.jobs += 1
 
-    def ended(self, peer: str, pages: int, missing: int, page_bytes: int, now_ns: int) -> None:
-        """A job of a peer has ended, with ``pages`` pages delivered and ``missing`` not."""
+    def ended(
+        self, peer: str, pages: int, missing: int, page_bytes: int, now_ns: int, *, answered: bool
+    ) -> None:
+        """A job of a peer has ended, with ``pages`` pages delivered and ``missing`` not.
+
+        ``answered``: the peer has said which of them it has; whoever asked for others was wrong.
+        """
         known = self._peers[peer]
         known.jobs -= 1
         assert known.jobs >= 0
@@ -76,7 +81,7 @@ class PeerRates:
         known.missing_pages += missing
         known.size_bytes += pages * page_bytes
         known.failed_jobs += missing > 0
-        if missing and not pages:
+        if missing and not (pages or answered):
             known.away_until_ns = now_ns + AWAY_NS
         took_ns = now_ns - known.since_ns
         if known.size_bytes and took_ns > 0 and (not known.jobs or took_ns >= SAMPLE_NS):

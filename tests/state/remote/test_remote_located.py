@@ -4,7 +4,7 @@ import pytest
 
 from kvstore.protocol import wire
 from kvstore.state.remote import located
-from kvstore.state.remote.jobs import Holding
+from kvstore.state.remote.jobs import FetchEnd, Holding
 from tests.state.remote.remote_world import LEASE_MS, RemoteWorld, leased
 from tests.state.world import FULL, FULL_2, chain, identity
 
@@ -133,6 +133,35 @@ def test_a_holder_that_gave_nothing_is_not_believed_for_a_second(world, engine):
     assert leased(world.answer(engine)) == 0
     assert world.lookup(engine, "ab", holder="p", held=2).remote == 0
     assert not world.reads
+
+
+def has_none(world, job):
+    """The peer answers that it has none of the pages."""
+    del world.reads[job.job]
+    world.desk.peer_fetched(FetchEnd(job.job, b"", None, settled=True))
+    world.check()
+
+
+def test_a_wrong_name_of_a_holder_costs_no_other_request_anything(world, engine):
+    assert world.lookup(engine, "ab", holder="p", held=2).remote == 2
+    assert world.acquire(engine, "ab") is None
+    has_none(world, world.read())
+
+    assert world.locate(engine, "cd", ("p", 2)).remote == 2, "it has said nothing of these"
+
+
+def test_a_holder_that_has_none_is_not_believed_for_a_second_and_others_are_asked_for(
+    world, engine
+):
+    assert world.lookup(engine, "ab", holder="p", held=2).remote == 2
+    assert world.acquire(engine, "ab") is None
+    has_none(world, world.read())
+
+    assert world.lookup(engine, "ab", holder="p", held=2).pending == 2
+    world.tell(("p", 2), ("q", 2))
+    assert world.lookup(engine, "ab", holder="p", held=2).remote == 2
+    assert world.acquire(engine, "ab") is None
+    assert world.read().peer == "q"
 
 
 @pytest.mark.parametrize(("holder", "held"), [("p" * 65, 1), ("p", -1)])
