@@ -25,6 +25,8 @@ FIRST_FRAME_BYTES_MAX: Final = 64 << 10
 ACCEPT_PAUSE_S: Final = 0.1
 UNREAD_MAX: Final = 64
 """Maximum answers with descriptors that the processes of one user have not read."""
+UNREAD_LOOK_S: Final = 0.5
+"""Time between two looks whether such answers have been read."""
 
 
 class Handshakes:
@@ -95,17 +97,15 @@ class Unread:
 
     def __init__(self) -> None:
         self._sockets: dict[int, list[socket.socket]] = {}
+        self._timer: asyncio.TimerHandle | None = None
 
     def check(self, user: int) -> None:
-        """Close the sockets whose answers have been read.
+        """Look which answers have been read.
 
         Raises:
             CapacityError: this user has too many left.
         """
-        for sockets in self._sockets.values():
-            for raw in list(filterfalse(_unread, sockets)):
-                sockets.remove(raw)
-                raw.close()
+        self._close_read()
         if len(self._sockets.get(user, ())) >= UNREAD_MAX:
             raise CapacityError(f"user {user} has not read {UNREAD_MAX} answers with descriptors")
 
@@ -113,9 +113,31 @@ class Unread:
         """The answer has been sent; the socket closes once it has been read."""
         raw.shutdown(socket.SHUT_WR)
         self._sockets.setdefault(user, []).append(raw)
+        self._look_later()
+
+    def _look_later(self) -> None:
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(UNREAD_LOOK_S, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        self._close_read()
+        if self._sockets:
+            self._look_later()
+
+    def _close_read(self) -> None:
+        """Close the sockets whose answers have been read."""
+        for user, sockets in list(self._sockets.items()):
+            for raw in list(filterfalse(_unread, sockets)):
+                sockets.remove(raw)
+                raw.close()
+            if not sockets:
+                del self._sockets[user]
 
     def close(self) -> None:
         """Close all sockets."""
+        if self._timer is not None:
+            self._timer.cancel()
         for raw in chain.from_iterable(self._sockets.values()):
             raw.close()
 

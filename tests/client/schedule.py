@@ -199,6 +199,9 @@ class Thread:
         self._task = self._schedule.spawn(self._name, self._target)
         self._schedule.pause()
 
+    def is_alive(self) -> bool:
+        return self._task is not None and not self._task.finished
+
     def join(self, timeout: float) -> None:
         task = self._task
         assert task is not None
