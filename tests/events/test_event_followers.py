@@ -278,7 +278,7 @@ def test_much_at_once_is_published_in_pieces_that_say_the_same(tmp_path, follow,
     removed = RemovedEvent(block_hashes=hashes, medium="CPU", space="ab" * 32, shard=3)
     with publishing(tmp_path) as publisher:
         publisher.publish([stored, ClearedEvent(), removed, ClearedEvent()])
-        wait_until(lambda: publisher.stats().batches_queued == 0)
+        wait_until(lambda: publisher.stats().batches_sent == publisher.sequence_next)
         kept = list(publisher._server._kept._batches)
 
     batches = [msgspec.msgpack.decode(one.payload)[1] for one in kept]
