@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -15,7 +16,8 @@ from kvstore.index.layout import Flags
 
 AHEAD_S: Final = 0.1
 """A late binding policy gives an engine its next prompt this long before it has computed the last
-one, so that it never waits, and can compute short prompts together."""
+one, so that it never waits; then others that fit into the same step, as long as none comes before
+them that does not."""
 _ROUNDING_S: Final = 1e-6
 """Differences of times are not exact: a request that is woken for an engine must find it free."""
 _IN_VAIN_MAX: Final = 48
@@ -55,15 +57,15 @@ class _Choices(NamedTuple):
     Attributes:
         pairs: prefill engines, and those that can decode after them.
         rows: the same, as arrays.
-        free: whether each prefill engine can get a prompt.
-        any_free: whether one can.
+        takes: how many tokens a prompt for each prefill engine may compute; 0 = it can get none.
+        any_takes: whether one can get a prompt.
         full: 1 for prefill engines that have no room.
     """
 
     pairs: Pairs
     rows: PairRows
-    free: Flags
-    any_free: bool
+    takes: Column
+    any_takes: bool
     full: Column
 
 
@@ -75,11 +77,13 @@ class _Alike:
         count: how many have been considered.
         row: of the engine that the last one preferred which was asked.
         seconds: that it would have taken there.
+        new_tokens: that it would have computed there.
     """
 
     count: int = 0
     row: int = -1
     seconds: float = 0.0
+    new_tokens: float = 0.0
 
     def waits(self) -> bool:
         """Whether the next request does the same as the last one; it is counted."""
@@ -150,25 +154,27 @@ class SecondsChooser:
                 return ChosenEngines(waits_for=bound)
             only = [([one for one in some if one in takers], then) for some, then in choices.pairs]
             choices = self._possible(only, pair_rows(only), takers)
-        in_vain = self._late and (not choices.any_free or self._in_vain[key] >= _IN_VAIN_MAX)
+        in_vain = self._late and (not choices.any_takes or self._in_vain[key] >= _IN_VAIN_MAX)
         if not choices.rows.firsts or in_vain:
             return ChosenEngines(full=True)
         prompt = prompt_of(self._view, waiting, row)
         alike = self._alike_of(key, prompt)
         if self._late and alike.waits():
-            self._prices.think(alike.row, alike.seconds, NO_KEYS)
+            self._prices.think(alike.row, alike.seconds, alike.new_tokens, NO_KEYS)
             return ChosenEngines()
         priced = self._prices.pairs(prompt, choices.rows)
         costs = self._policy.costs(waiting, row, _NOBODY._replace(terms=priced.terms))
         first = self._least((*costs, choices.full), choices.rows.firsts)
         at = choices.rows.at[first]
         if bound >= 0:  # it has been counted as waiting
-            self._prices.think(bound, -waiting.least_s[row], NO_KEYS)
+            self._prices.unthink(bound, waiting.least_s[row])
         seconds = float(priced.terms.fetch_s[at] + priced.terms.prefill_s[at])
-        if not choices.free[at]:
-            self._prices.think(first, seconds, prompt.keys)
+        new_tokens = priced.new_tokens(at)
+        waits = len(waiting) / len(choices.rows.firsts)
+        if not self._gets(first, choices.takes[at], priced, at, waits):
+            self._prices.think(first, seconds, new_tokens, prompt.keys)
             self._in_vain[key] += 1
-            alike.row, alike.seconds = first, seconds
+            alike.row, alike.seconds, alike.new_tokens = first, seconds, new_tokens
             return ChosenEngines(waits_for=-1 if self._late else first)
         second = first
         decoders = next(then for some, then in choices.pairs if first in some)
@@ -177,7 +183,7 @@ class SecondsChooser:
             found = self._prices.decoding(first, rows, prompt)
             second = self._least((found.full, found.seconds), decoders)
             self._prices.decided(priced, at, second, found)
-        self._prices.give(first, seconds, prompt.keys)
+        self._prices.give(first, seconds, new_tokens, prompt.keys)
         if second != first:
             self._prices.send(first, second, prompt)
         self._choices.clear()
@@ -189,11 +195,11 @@ class SecondsChooser:
     ) -> _Choices:
         """Choices among these; only ``takers`` can get a prompt, None = free engines."""
         if takers is not None:
-            free = np.array([one in takers for one in rows.firsts], dtype=np.bool_)
+            takes = np.array([inf if one in takers else 0.0 for one in rows.firsts])
         else:
-            free = self.free(rows.rows)
+            takes = self.takes(rows.rows)
         full = (~self._room.take(rows.rows)).astype(np.float64)
-        return _Choices(pairs, rows, free, bool(free.any()), full)
+        return _Choices(pairs, rows, takes, bool(takes.any()), full)
 
     def _alike_of(self, key: Key, prompt: Prompt) -> _Alike:
         """Those before with the same key that would reuse the same prefix, in tokens or pages."""
@@ -201,6 +207,18 @@ class SecondsChooser:
         page = min(pages, int(reused * pages / max(1, prompt.tokens)))
         prefix = int(prompt.keys[page - 1]) if page else 0
         return self._alike.setdefault((key, prefix), _Alike())
+
+    def _gets(self, row: int, takes: float, priced: PricedEngines, at: int, waits: float) -> bool:
+        """Whether an engine gets a prompt now: it is free, or the prompt joins its next step.
+
+        It joins if it saves those who wait for an engine more time than it costs those of the step.
+        Short prompts save half of their time or more, long ones next to nothing; and nothing saves
+        who is thought to be computed behind an earlier request that does not fit.
+        """
+        if takes in (0.0, inf) or priced.new_tokens(at) > takes:
+            return takes == inf
+        before = float(self._prices.steps.prompts[row])
+        return waits * priced.shared_s(at) >= before * float(priced.terms.prefill_s[at])
 
     def receiver(self, waiting: Waiting, row: int, seconds: Sequence[int]) -> int:
         """Row of the best of some engines to decode a request whose KV was computed elsewhere."""
@@ -228,12 +246,15 @@ class SecondsChooser:
         """
         return bool(self._room[row]) and row not in self._awaited
 
-    def free(self, rows: Rows) -> Flags:
-        """Whether engines can be given a prompt."""
-        room: Flags = self._room.take(rows)
+    def takes(self, rows: Rows) -> Column:
+        """How many tokens a prompt may compute that engines are given; 0 = they can get none."""
+        takes: Column = np.where(self._room.take(rows), inf, 0.0)
         if self._late:
-            room = room & (self._prices.backlog_s.take(rows) <= AHEAD_S + _ROUNDING_S)
-        return room
+            backlog_s, steps = self._prices.backlog_s.take(rows), self._prices.steps
+            before_s = backlog_s - steps.seconds.take(rows)
+            left = np.where(before_s <= AHEAD_S + _ROUNDING_S, steps.left(rows), 0.0)
+            takes = np.minimum(takes, np.where(backlog_s <= AHEAD_S + _ROUNDING_S, inf, left))
+        return takes
 
 
 def least_seconds(

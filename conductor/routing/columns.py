@@ -116,12 +116,27 @@ class CostInputs(NamedTuple, Generic[Number]):
     late_most: Number
 
 
+class StepColumns(NamedTuple):
+    """The last step with prompts of each engine; all float64 [engines], 0 = it has begun.
+
+    Attributes:
+        seconds: that it takes.
+        tokens: that it computes.
+        prompts: of which it computes some.
+    """
+
+    seconds: Column
+    tokens: Column
+    prompts: Column
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostColumns:
     """What the engines' costs depend on now, in columns; all float64 [engines].
 
     Attributes:
         backlog_s: seconds until the prompts that an engine has are computed.
+        steps: the last step of each.
         leaving_s: seconds until the KV of these and earlier prompts has been sent to other engines.
         inputs: the rest.
         usual_s: recent mean seconds to the first token; one number.
@@ -129,6 +144,7 @@ class CostColumns:
     """
 
     backlog_s: Column
+    steps: StepColumns
     leaving_s: Column
     inputs: CostInputs[Column]
     usual_s: float = 0.0

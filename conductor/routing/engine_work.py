@@ -17,6 +17,7 @@ from conductor.routing.columns import CostInputs
 from conductor.routing.engines import Role
 from conductor.routing.moving import MovingKv
 from conductor.routing.others import NOBODY, USUAL_TOKENS, OtherRequests
+from conductor.routing.together import STEP_TOKENS, PromptSteps, shared_s
 from conductor.routing.work import ComingPrompt, ComputingPrompt, DecodingRequest
 
 
@@ -26,8 +27,11 @@ class WorkTimes(NamedTuple):
     Attributes:
         late_at: when its first prompt counts as computed, without a report.
         head_since: start of that prompt.
-        head_s: seconds that it takes; negative = there is none.
+        head_s: seconds of it, and of those computed with it; negative = there is none.
         rest_s: seconds of the other prompts.
+        step_s: how many of these are of the last step.
+        step_tokens: tokens of prompts that this step computes.
+        step_prompts: of how many prompts these are.
         sent_at: when all KV of its prompts for other engines has probably been sent.
     """
 
@@ -35,6 +39,9 @@ class WorkTimes(NamedTuple):
     head_since: float
     head_s: float
     rest_s: float
+    step_s: float
+    step_tokens: float
+    step_prompts: float
     sent_at: float
 
 
@@ -80,6 +87,8 @@ class EngineWork:
         step_cost_s: cached :meth:`step_s`; negative = to be computed again.
         factors, bias: of the costs for which ``line`` is valid.
         line: the costs of prompts.
+        known_steps: cached :meth:`steps`, with ``head_since`` and ``line`` for which they are
+            valid; None after every other change of ``computing``.
         begun: when requests without reports started to decode; until they are read.
         stalled_s: seconds for which it computed prompts, since the beginning.
         sent_at: when all KV of its prompts for other engines has probably been sent.
@@ -107,6 +116,7 @@ class EngineWork:
     factors: object = None
     bias: float = 1.0
     line: PrefillLine | None = None
+    known_steps: tuple[float, PrefillLine, PromptSteps] | None = None
     begun: dict[int, float] = field(default_factory=dict)
     stalled_s: float = 0.0
     sent_at: float = -inf
@@ -116,12 +126,15 @@ class EngineWork:
 
     def times(self) -> WorkTimes:
         """Stay the same until something changes, or :meth:`pass_late` changes them."""
-        head = next(iter(self.computing.values()), None)
+        head, steps = next(iter(self.computing.values()), None), self.steps()
         return WorkTimes(
             late_at=self.head_since + head.counts_s if head is not None else inf,
             head_since=self.head_since,
-            head_s=head.seconds if head is not None else -1.0,
-            rest_s=self.total_s() - head.seconds if head is not None else 0.0,
+            head_s=steps.first_s if head is not None else -1.0,
+            rest_s=steps.total_s - steps.first_s,
+            step_s=steps.last_s,
+            step_tokens=steps.last_tokens,
+            step_prompts=steps.last_prompts,
             sent_at=self.sent_at,
         )
 
@@ -184,6 +197,7 @@ class EngineWork:
             if now < self.head_since + head.counts_s:
                 return
             del self.computing[number]
+            self.known_steps = None
             self.overdue[number] = replace(head, since=self.head_since)
             self.stalled_s += head.seconds
             self.head_since += head.seconds
@@ -266,9 +280,35 @@ class EngineWork:
             most += 1.0 - used * used if used < 1.0 else 1.0
         return {"late_per_s": line, "late_per_s2": square, "late_most": most}
 
+    def steps(self) -> PromptSteps:
+        """Seconds of all prompts that it has, those together that fit into one step."""
+        line, known = self.prefill_line(), self.known_steps
+        if known is None or known[0] != self.head_since or known[1] is not line:
+            known = self.known_steps = (self.head_since, line, self._packed(line))
+        return known[2]
+
+    def _packed(self, line: PrefillLine) -> PromptSteps:
+        first_s = -1.0
+        total_s, step_s, tokens, prompts = 0.0, 0.0, 0, 0
+        for one in self.computing.values():
+            fits = tokens and not one.fetch_s and tokens + one.new_tokens <= STEP_TOKENS
+            if fits and (first_s >= 0 or one.got_at < self.head_since):
+                seconds = max(0.0, one.seconds - max(0.0, shared_s(line, tokens, one.new_tokens)))
+            else:
+                if tokens and first_s < 0:
+                    first_s = step_s
+                seconds, step_s, tokens, prompts = one.seconds, 0.0, 0, 0
+            step_s += seconds
+            total_s += seconds
+            tokens += max(1, one.new_tokens)
+            prompts += 1
+        if first_s < 0:
+            return PromptSteps(total_s, total_s)
+        return PromptSteps(first_s, total_s, step_s, tokens, prompts)
+
     def total_s(self) -> float:
         """Seconds of all prompts that it has, the first one whole."""
-        return sum(one.seconds for one in self.computing.values())
+        return self.steps().total_s
 
     def computed_by(self, now: float) -> float:
         """When all its prompts are thought to be computed."""

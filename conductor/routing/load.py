@@ -10,11 +10,12 @@ from typing import Any, Final
 import numpy as np
 
 from conductor.costs.book import CostBook, EngineCosts, machine_of
-from conductor.routing.columns import Column, CostColumns, CostInputs
+from conductor.routing.columns import Column, CostColumns, CostInputs, StepColumns
 from conductor.routing.engine_work import EngineWork, WorkTimes
 from conductor.routing.engines import EngineInfo, Role
 from conductor.routing.moving import NO_FETCH, FetchedTokens, Restored
 from conductor.routing.others import EngineOthers
+from conductor.routing.together import STEP_TOKENS
 from conductor.routing.work import NO_ANSWER, Answer, ComingPrompt, ComputingPrompt
 
 _OVERDUE_S: Final = 0.01
@@ -99,8 +100,9 @@ class EngineLoads:
         leaving_s = np.maximum(rows.sent_at - now, 0.0)
         inputs: CostInputs[Column] = CostInputs._make(self._inputs.copy())
         return CostColumns(
-            backlog_s=backlog_s, leaving_s=leaving_s, inputs=inputs, usual_s=self._usual_s
-        )
+            backlog_s=backlog_s, leaving_s=leaving_s, inputs=inputs, usual_s=self._usual_s,
+            steps=StepColumns(rows.step_s, rows.step_tokens, rows.step_prompts),
+        )  # fmt: skip
 
     def tell_others(
         self, engine_id: str, running: float | None, waiting: float | None, ours: int
@@ -145,6 +147,7 @@ class EngineLoads:
             load.head_since = now
         fetch_s = max(0.0, seconds[0] - (load.computed_by(now) - now))
         load.computing[number] = ComputingPrompt(*tokens, fetch_s + seconds[1], fetch_s, now, now)
+        load.known_steps = None
         load.moving.fetch(number, fetch)
         load.usual_s += (_USUAL_WEIGHT if load.usual_s else 1.0) * (seconds[1] - load.usual_s)
 
@@ -253,6 +256,7 @@ class EngineLoads:
             return
         first = next(iter(mine)) == number
         one = mine.pop(number)
+        load.known_steps = None
         if first:
             since = max(one.since, load.computed_at) if mine is load.overdue else load.head_since
             tokens = one.new_tokens + one.prefix_tokens
@@ -321,6 +325,7 @@ class EngineLoads:
             if next(iter(load.computing)) == number:
                 load.head_since = now
             del load.computing[number]
+            load.known_steps = None
             load.sent_at -= load.leaving.pop(number, 0.0)
         load.moving.left(number, now)
         load.coming.pop(number, None)
@@ -366,12 +371,16 @@ class EngineLoads:
     def free_at(self, ahead_s: float, after: float) -> float:
         """When an engine is the next to have computed its prompts, less ``ahead_s``, or its first.
 
-        Only times later than ``after`` count; infinite = there is none.
+        Also when this is so but for the last step, if more prompts fit into that. Only times later
+        than ``after`` count; infinite = there is none.
         """
         first = inf
         for one in self._loads.values():
             for head in one.computing.values():
-                for seconds in (one.total_s() - ahead_s, head.counts_s):
+                steps = one.steps()
+                open_s = steps.last_s if steps.last_tokens < STEP_TOKENS else 0.0
+                ends_s = steps.total_s - ahead_s
+                for seconds in (ends_s - open_s, ends_s, head.counts_s):
                     at = one.head_since + seconds
                     first = min(first, at) if at > after else first
                 break

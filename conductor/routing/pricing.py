@@ -15,6 +15,7 @@ from conductor.routing.columns import Column, CostColumns, CostInputs, Terms
 from conductor.routing.groups import PairRows, Rows
 from conductor.routing.moving import FetchedTokens
 from conductor.routing.policy import Fetches, sooner
+from conductor.routing.together import LastSteps
 from kvstore.index.layout import Words
 
 _ROWS_KEPT: Final = 64
@@ -136,6 +137,14 @@ class PricedEngines:
         self.decoders: tuple[Rows, Column, Column] | None = None
         self._computing = computing
 
+    def new_tokens(self, at: int) -> float:
+        """Prompt tokens that the engine at a position computes."""
+        return max(0.0, self._computing.prompt.tokens - float(self._computing.prefix[at]))
+
+    def shared_s(self, at: int) -> float:
+        """How many seconds less it takes there because others are computed in the same step."""
+        return float(self._computing.prefill_s[at] - self.terms.prefill_s[at])
+
     def at(self, row: int) -> PricedPrompt:
         """Of one engine."""
         at, mine = int(np.flatnonzero(self.rows == row)[0]), self._computing
@@ -159,6 +168,7 @@ class Prices:
 
     Attributes:
         backlog_s: seconds until the prompts that each engine has are computed; float64 [engines].
+        steps: the last step of each engine; another prompt may be computed with it.
     """
 
     def __init__(self, costs: CostColumns, fetches: Fetches) -> None:
@@ -180,6 +190,7 @@ class Prices:
         self._thought_s = costs.backlog_s + inputs.others_s
         self._given: deque[tuple[int, Words]] = deque(maxlen=_PROMPTS_COMPARED)
         self.backlog_s = costs.backlog_s.copy()
+        self.steps, self._thought_steps = LastSteps(costs.steps), LastSteps(costs.steps)
 
     def pairs(self, prompt: Prompt, choices: PairRows) -> PricedEngines:
         """The estimated times for a prompt: for each engine, with the best decode engine after it.
@@ -265,6 +276,10 @@ class Prices:
     ) -> PricedEngines:
         queue_s = self._thought_s.take(known.rows)
         fixed, own_s = self._of(known.rows), known.prefill_s
+        if self._thought_steps.may_be_open:
+            new = np.maximum(known.prompt.tokens - known.prefix, 0.0)
+            shared_s = self._thought_steps.shared_s(known.rows, new, fixed)
+            own_s = np.maximum(own_s - np.where(fetch_s > 0.0, 0.0, shared_s), 0.0)
         late = np.minimum(fixed.late_most, own_s * (fixed.late_per_s + own_s * fixed.late_per_s2))
         late_s = late * self._costs.usual_s
         return PricedEngines(known, Terms(queue_s, fetch_s, own_s, handoff_s, tbt_s, late_s))
@@ -365,13 +380,15 @@ class Prices:
         full = (self._kv_room[rows] < prompt.tokens + prompt.output).astype(np.float64)
         return full, comes_s + prompt.output * self._of(rows).step_s
 
-    def give(self, row: int, seconds: float, keys: Words) -> None:
-        """An engine gets a prompt in this call."""
+    def give(self, row: int, seconds: float, new_tokens: float, keys: Words) -> None:
+        """An engine gets a prompt in this call, of which it computes so many tokens."""
+        self.steps.add(row, seconds, new_tokens, begins=not self.backlog_s[row])
         self.backlog_s[row] += seconds
-        self.think(row, seconds, keys)
+        self.think(row, seconds, new_tokens, keys)
 
-    def think(self, row: int, seconds: float, keys: Words) -> None:
+    def think(self, row: int, seconds: float, new_tokens: float, keys: Words) -> None:
         """An engine is thought to get a prompt later."""
+        self._thought_steps.add(row, seconds, new_tokens, begins=not self._thought_s[row])
         self._thought_s[row] += seconds
         if len(keys):
             self._given.append((row, keys))
@@ -381,6 +398,11 @@ class Prices:
         there = [at for at, row in enumerate(rows) if row is not None]
         whose = np.array([rows[at] for at in there], dtype=np.intp)
         np.add.at(self._thought_s, whose, np.array([seconds[at] for at in there]))
+        self._thought_steps.close(whose)
+
+    def unthink(self, row: int, seconds: float) -> None:
+        """One of these does not wait any more."""
+        self._thought_s[row] -= seconds
 
     def send(self, first: int, row: int, prompt: Prompt) -> None:
         """A decode engine gets the KV of the prompt that ``first`` has been given last."""

@@ -217,7 +217,7 @@ class _Call:
             fit = [one for one in firsts.tolist() if ids[one] not in excluded]
             firsts = np.array(fit, dtype=np.intp)
         if self._chooser is not None and self._policy.binds is Binding.LATE:
-            return _LOOKED_UP * int(np.count_nonzero(self._chooser.free(firsts)))
+            return _LOOKED_UP * int(np.isinf(self._chooser.takes(firsts)).sum())
         free = self._max_running.take(firsts) - self._in_flight.take(firsts)
         return int(np.maximum(free, 0).sum())
 
