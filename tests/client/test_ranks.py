@@ -124,6 +124,12 @@ class Engine:
         return sum(rank.side.counts.take().get(name, 0) for rank in self.ranks)
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that waits for another one does so through a stall of the machine."""
+    monkeypatch.setattr("kvstore.client.stores.TURN_WAIT_S", 10.0)
+
+
 @pytest.fixture
 def make(daemon: Daemon) -> Iterator[Callable[..., Engine]]:
     with ExitStack() as steps:
