@@ -408,7 +408,7 @@ def _end(process: Process) -> list[str]:
         process.stop()
     except pytest.fail.Exception as failure:
         failures.append(str(failure))
-    if not wait_for(process.group_is_gone, 1.0):
+    if not wait_for(process.group_is_gone, END_WAIT_S):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         failures.append(f"{process} left processes of its own behind\n{process.report()}")

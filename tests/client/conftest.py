@@ -28,7 +28,8 @@ from kvstore.protocol.page import (
 )
 from kvstore.server import client
 from tests.client.peer import Peer
-from tests.conftest import Process, Spawn
+from tests.conftest import Process, Spawn, wait_for
+from tests.connecting import connect
 
 READY = (
     r"kvstore-server ready: socket (\S+) http (\S+) events (\S+) replay (\S+)"
@@ -65,7 +66,7 @@ class Daemon:
         return json.loads(body) if body[:1] == b"{" else body
 
     def connect(self, **options: Any) -> KVStore:
-        return KVStore.connect(self.address, timeout_s=TIMEOUT_S, **options)
+        return connect(self.address, timeout_s=TIMEOUT_S, **options)
 
 
 def still_serves(daemon: Daemon) -> bool:
@@ -221,6 +222,6 @@ def peer(tmp_path: Path) -> Iterator[Peer]:
 def connected(peer: Peer) -> Iterator[Link]:
     """A link to it."""
     made = Link(peer.path, "engine")
-    assert made.connected
+    assert wait_for(lambda: made.connected)
     yield made
     made.close()

@@ -18,6 +18,7 @@ from kvstore.protocol import wire
 from kvstore.protocol.errors import KVStoreError, PeerUnreachable, ProtocolError
 from tests.client.conftest import SIZE, content, new_keys, open_space
 from tests.client.peer import TIMEOUT_S, Peer, answer
+from tests.connecting import connect
 
 PAGES = 4
 PONG = wire.Pong(0)
@@ -72,7 +73,7 @@ def node(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Answered]:
 
 @pytest.fixture
 def store(peer: Peer, node: Answered) -> Iterator[KVStore]:
-    with KVStore.connect(f"unix://{peer.path}", timeout_s=TIMEOUT_S) as made:
+    with connect(f"unix://{peer.path}", timeout_s=TIMEOUT_S) as made:
         yield made
 
 

@@ -123,7 +123,7 @@ def test_a_view_keeps_its_extent_whatever_else_is_gone(small, wait_until, monkey
 
 
 def test_a_lease_shorter_than_the_client_asks_for_is_no_miss(spawn, tmp_path):
-    command = arguments(tmp_path / "short.sock", host__lease_s_max=1.0)
+    command = arguments(tmp_path / "short.sock", host__lease_s_max=10.0)
     daemon = Daemon(spawn(command, ready=READY))
     with daemon.connect() as store:
         space = open_space(store)

@@ -29,6 +29,8 @@ from tests.loops import eventually, in_loop
 KEYS = page_keys(np.arange(16 * 512), 16)
 ONE = (shard(0),)
 HELLO = wire.FollowEvents("c", "self", "s", replay=False)
+STALL_S, STALLS_MAX = 10.0, 3
+"""A busy machine may add so much, so often; a follower that does not read is there all the time."""
 
 
 def credentials(show: CertificateFiles | None) -> PeerCredentials:
@@ -90,18 +92,20 @@ async def test_a_follower_that_does_not_read_loses_batches_and_stalls_nobody() -
                 await one.send([b"\x01"])
                 await one.ping()
                 assert await one.receive() == []
-            lags: list[float] = []
+            lags, stores = list[float](), list[float]()
             watching = asyncio.create_task(_watch(lags))
             sent = 0
             while not a.publisher.stats().batches_lost:
                 before = time.monotonic()
                 a.store(KEYS, *ONE)
                 sent += 1
-                assert time.monotonic() - before < 1
+                stores.append(time.monotonic() - before)
                 await heard(quick)  # it keeps up, batch by batch
                 assert sent < 5_000
             watching.cancel()
-            assert max(lags) < 1
+            for each in (lags, stores):
+                assert max(each) < STALL_S
+                assert sum(one > 1 for one in each) <= STALLS_MAX
             assert a.publisher.stats().batches_dropped == 0
             assert a.publisher.stats().batches_lost == 1
             # What waits for it has a bound: the publisher's, and that of sockets and pipes.

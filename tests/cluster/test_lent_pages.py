@@ -52,5 +52,5 @@ async def test_pages_stay_no_longer_at_the_reader_than_at_their_owner():
         ordinary = next(one for one in b.ends if one is not apart)
         assert not ordinary.kept
         assert [(one.read_once, one.memory_only) for one in apart.kept] == [(True, True)] * 2
-        assert before_ns < apart.kept[0].expires_ns - 59_000 * 1_000_000 < expires_ns
+        assert before_ns < apart.kept[0].expires_ns - 30_000 * 1_000_000 < expires_ns
         assert all(one.expires_ns <= expires_ns for one in apart.kept)

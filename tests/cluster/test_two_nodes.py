@@ -189,7 +189,7 @@ async def test_a_lease_ends_with_its_deadline_though_the_reader_stays():
         b.transport.held = []
         b.transport.lingers = True
 
-        number = b.fetch(b.room(KEYS), wait_s=0.3)
+        number = b.fetch(b.room(KEYS), wait_s=1.5)
         await eventually(lambda: b.end(number))
 
         assert b.ends == [(number, b"", b.ends[0].error, False, ())]

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from kvstore.client.space import Space
-from kvstore.client.store import KVStore
 from kvstore.protocol.errors import KVStoreError
 from kvstore.protocol.page import PrefixKeys
 from kvstore.testing.crash import MIB, PAGE_BYTES, chain_keys, open_space, page_of, wrong_pages
 from kvstore.testing.server import Server
 from kvstore.tier import record
 from tests.conftest import WaitUntil
+from tests.connecting import connect
 
 PAGES = 12
 Start = Callable[..., Server]
@@ -206,7 +206,7 @@ def test_a_full_disk_degrades_the_daemon_and_loses_nothing_that_was_durable(
     assert "are free or used by it" in server.errors
     assert "is tmpfs" in server.errors
     assert server.get("/readyz")["ssd"] == "ready"
-    with KVStore.connect(server.address, timeout_s=10.0) as store:
+    with connect(server.address, timeout_s=10.0) as store:
         space = open_space(store)
         safe = chain_keys(space, 1, PAGES)
         space.put(safe, pages_of(safe), durable=True)
@@ -217,7 +217,7 @@ def test_a_full_disk_degrades_the_daemon_and_loses_nothing_that_was_durable(
         assert read(space, safe) == PAGES
     server.kill()
     again = start(f"ssd.directories={path}")
-    with KVStore.connect(again.address, timeout_s=10.0) as store:
+    with connect(again.address, timeout_s=10.0) as store:
         assert read(open_space(store), safe) == PAGES
 
 
@@ -226,7 +226,7 @@ def test_a_disk_that_refuses_writes_degrades_the_daemon_until_it_takes_them_agai
     start: Start, wait_until: WaitUntil
 ):
     server = start("ssd.write=through")
-    with KVStore.connect(server.address, timeout_s=10.0) as store:
+    with connect(server.address, timeout_s=10.0) as store:
         space = open_space(store)
         keys = chain_keys(space, 2, PAGES)
         _, most = resource.prlimit(server.pid, resource.RLIMIT_FSIZE)
@@ -239,7 +239,7 @@ def test_a_disk_that_refuses_writes_degrades_the_daemon_until_it_takes_them_agai
         wait_until(lambda: server.get("/readyz")["ssd"] == "ready")
         space.put(keys, pages_of(keys), durable=True)
     server.kill()
-    with KVStore.connect(start().address, timeout_s=10.0) as store:
+    with connect(start().address, timeout_s=10.0) as store:
         assert read(open_space(store), keys) == PAGES
 
 
@@ -273,7 +273,7 @@ def store_and_evict(space: Space, chains: Sequence[int]) -> None:
 
 def test_a_record_damaged_while_the_daemon_runs_is_a_miss_and_counted(start: Start, tmp_path: Path):
     server = start()
-    with KVStore.connect(server.address, timeout_s=10.0) as store:
+    with connect(server.address, timeout_s=10.0) as store:
         space = open_space(store)
         store_and_evict(space, [1, 2])
         keys = chain_keys(space, 1, PAGES)
@@ -295,7 +295,7 @@ def test_a_record_damaged_while_the_daemon_is_down_is_a_miss(
     start: Start, tmp_path: Path, end: str
 ):
     first = start()
-    with KVStore.connect(first.address, timeout_s=10.0) as store:
+    with connect(first.address, timeout_s=10.0) as store:
         space = open_space(store)
         store_and_evict(space, [1, 2])
         keys, other = (chain_keys(space, chain, PAGES) for chain in (1, 2))
@@ -307,7 +307,7 @@ def test_a_record_damaged_while_the_daemon_is_down_is_a_miss(
     flip(tmp_path / "ssd", page_of(keys[7]))
 
     server = start()
-    with KVStore.connect(server.address, timeout_s=10.0) as store:
+    with connect(server.address, timeout_s=10.0) as store:
         space = open_space(store)
         assert read(space, keys) == 7
         assert space.lookup(keys).pages == 7
@@ -316,7 +316,7 @@ def test_a_record_damaged_while_the_daemon_is_down_is_a_miss(
 
 def test_a_segment_of_a_newer_version_is_left_as_it_is(start: Start, tmp_path: Path):
     first = start()
-    with KVStore.connect(first.address, timeout_s=10.0) as store:
+    with connect(first.address, timeout_s=10.0) as store:
         space = open_space(store)
         keys = chain_keys(space, 1, PAGES)
         space.put(keys, pages_of(keys), durable=True)
@@ -328,7 +328,7 @@ def test_a_segment_of_a_newer_version_is_left_as_it_is(start: Start, tmp_path: P
     segment.write_bytes(newer)
 
     server = start()
-    with KVStore.connect(server.address, timeout_s=10.0) as store:
+    with connect(server.address, timeout_s=10.0) as store:
         space = open_space(store)
         assert read(space, keys) == 0
         space.put(keys, pages_of(keys), durable=True)

@@ -20,6 +20,7 @@ from kvstore.testing.crash import open_space as open_crash_space
 from kvstore.testing.server import Server
 from tests.client.conftest import content, new_keys, open_space
 from tests.conftest import WaitUntil
+from tests.connecting import connect
 from tests.state.world import drop_below
 
 PAGES = 6
@@ -189,7 +190,7 @@ def test_the_command_evicts_for_good_and_a_killed_daemon_explains_it(tmp_path: P
 
     with Server(tmp_path, settings) as server:
         server.wait_ready()
-        with KVStore.connect(server.address, timeout_s=10.0) as store:
+        with connect(server.address, timeout_s=10.0) as store:
             space = open_crash_space(store)
             keys, others = chain_keys(space, 1, PAGES), chain_keys(space, 2, PAGES)
             for run in (keys, others):
@@ -202,7 +203,7 @@ def test_the_command_evicts_for_good_and_a_killed_daemon_explains_it(tmp_path: P
 
     with Server(tmp_path, settings) as server:
         server.wait_ready()
-        with KVStore.connect(server.address, timeout_s=10.0) as store:
+        with connect(server.address, timeout_s=10.0) as store:
             space = open_crash_space(store)
             assert space.lookup(keys).pages == 1
             assert space.lookup(others).pages == PAGES

@@ -418,7 +418,8 @@ def test_close_says_when_the_thread_does_not_end_in_time(monkeypatch):
     publisher.close()
 
 
-def test_closing_drops_what_a_stopped_subscriber_does_not_take(peers, wait_until):
+def test_closing_drops_what_a_stopped_subscriber_does_not_take(peers, wait_until, monkeypatch):
+    monkeypatch.setattr(events, "_CLOSE_GRACE_S", 10.0)
     publisher = EventPublisher(LOOPBACK, topic=TOPIC)
     peers.subscribe(publisher, rcvhwm=1, rcvbuf=4_096)
     for _ in range(500):

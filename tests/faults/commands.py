@@ -167,6 +167,10 @@ class Client:
     def close(self) -> None:
         self.store.close()
 
+    def wait_for_answers(self, seconds: float) -> None:
+        """So long at most from now on."""
+        self.store._resources.timeout_s = seconds
+
     # ---- load
 
     def start_load(self, chain: int, count: int) -> None:

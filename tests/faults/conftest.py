@@ -18,6 +18,7 @@ import pytest
 from kvstore.client.store import KVStore
 from kvstore.server import client
 from tests.conftest import READY_WAIT_S, Process, Spawn, WaitUntil, wait_for
+from tests.connecting import connect
 from tests.faults import content
 
 READY = r"kvstore-server ready: socket (\S+) .*\badmin (unix://\S+)"
@@ -201,12 +202,13 @@ class Scene:
         program = [sys.executable, "-m", "tests.faults.puppet", self.daemon.address]
         process = self._spawn([*program, commands, gates, str(timeout_s)], ready=r'^\{"ready": ')
         puppet = Puppet(process, commands, gates)
+        assert wait_for(lambda: puppet.do("state")["connected"]), "a stall may cost its first try"
         self._puppets.append(puppet)
         return puppet
 
     def client(self, timeout_s: float = 5.0) -> KVStore:
         """A client in this process."""
-        store = KVStore.connect(self.daemon.address, name="test", timeout_s=timeout_s)
+        store = connect(self.daemon.address, name="test", timeout_s=timeout_s)
         self._clients.append(store)
         return store
 
@@ -231,7 +233,7 @@ class Scene:
 def sweep(daemon: Daemon) -> None:
     """Use every slot of the pool once, which evicts all pages, and leave them all free."""
     part = 16
-    with KVStore.connect(daemon.address, name="sweep", timeout_s=5.0) as store:
+    with connect(daemon.address, name="sweep", timeout_s=5.0) as store:
         space = content.open_space(store)
         chains = [content.keys(9000 + at, part) for at in range(PAGES // part)]
         for chain in chains:

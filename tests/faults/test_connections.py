@@ -72,7 +72,7 @@ def patiently(daemon: Daemon, wait_until: WaitUntil) -> socket.socket:
             made.append(connect(daemon))
         return bool(made)
 
-    wait_until(tried, 3.0, "somebody is let in")
+    wait_until(tried, 10.0, "somebody is let in")
     return made[0]
 
 

@@ -41,7 +41,7 @@ def test_a_load_goes_on_over_a_kill_and_a_restart_of_the_daemon(
         seen = engine.do("stop_load")
         assert seen["raised"] == [], "reading never raises"
         assert seen["wrong"] == 0
-        assert seen["slowest_s"] < TIMEOUT_S + 1.0
+        assert seen["slowest_s"] < TIMEOUT_S + 5.0
     assert frail.daemon.memory_bytes() <= CAPACITY_BYTES
 
 

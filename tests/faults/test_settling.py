@@ -14,6 +14,7 @@ from kvstore.client.store import KVStore
 from kvstore.protocol import wire
 from kvstore.protocol.errors import PeerUnreachable
 from tests.conftest import WaitUntil
+from tests.connecting import connect
 from tests.faults import content
 from tests.faults.conftest import PAGES, Scene, StatsUntil
 from tests.faults.test_daemon_stopped import go_on, stop
@@ -165,7 +166,7 @@ def test_a_store_closed_with_a_view_open_leaves_the_node_when_the_view_is_closed
     scene: Scene, stats_until: StatsUntil
 ):
     content.open_space(scene.client()).put(content.keys(CHAIN, HELD), content.pages(CHAIN, HELD))
-    store = KVStore.connect(scene.daemon.address, name="viewer", timeout_s=TIMEOUT_S)
+    store = connect(scene.daemon.address, name="viewer", timeout_s=TIMEOUT_S)
     space = content.open_space(store)
     views = space.get(content.keys(CHAIN, HELD))
     assert len(views) == HELD
@@ -185,7 +186,7 @@ def test_a_view_that_outlives_its_store_and_its_connection_leaves_nothing(
     scene: Scene, stats_until: StatsUntil, cut: Callable[[Link], None]
 ):
     content.open_space(scene.client()).put(content.keys(CHAIN, HELD), content.pages(CHAIN, HELD))
-    store = KVStore.connect(scene.daemon.address, name="viewer", timeout_s=TIMEOUT_S)
+    store = connect(scene.daemon.address, name="viewer", timeout_s=TIMEOUT_S)
     views = content.open_space(store).get(content.keys(CHAIN, HELD))
     assert len(views) == HELD
     store.close()
@@ -201,7 +202,7 @@ def test_a_view_that_outlives_its_store_and_its_connection_leaves_nothing(
 def test_a_put_that_runs_while_its_store_is_closed_leaves_nothing(
     scene: Scene, gate: Gate, stats_until: StatsUntil
 ):
-    store = KVStore.connect(scene.daemon.address, name="writer", timeout_s=TIMEOUT_S)
+    store = connect(scene.daemon.address, name="writer", timeout_s=TIMEOUT_S)
     put = Put(store)
     assert gate.entered.wait(TIMEOUT_S)
 
@@ -220,7 +221,7 @@ def test_a_store_closed_while_a_load_brings_pages_from_disk_leaves_nothing(
     scene: Scene, stats_until: StatsUntil
 ):
     content.open_space(scene.client()).put(content.keys(CHAIN, HELD), content.pages(CHAIN, HELD))
-    store = KVStore.connect(scene.daemon.address, name="reader", timeout_s=TIMEOUT_S)
+    store = connect(scene.daemon.address, name="reader", timeout_s=TIMEOUT_S)
     loads, gate = content.open_space(store)._loads, Gate()
     load = threading.Thread(target=loads.warm, args=(content.keys(CHAIN, HELD), 0, gate))
     load.start()
@@ -238,10 +239,11 @@ def test_a_store_closed_while_the_node_is_stopped_tells_it_later_what_is_over(
     scene: Scene, stats_until: StatsUntil
 ):
     content.open_space(scene.client()).put(content.keys(CHAIN, HELD), content.pages(CHAIN, HELD))
-    store = KVStore.connect(scene.daemon.address, name="reader", timeout_s=0.1)
+    store = connect(scene.daemon.address, name="reader", timeout_s=TIMEOUT_S)
     space = content.open_space(store)
     with space.get(content.keys(CHAIN, 1)) as views:
         assert len(views) == 1
+    store._resources.timeout_s = 0.1
     stop(scene.daemon)
     try:
         assert len(space.get(content.keys(CHAIN, HELD))) == 0, "its lease may be granted yet"
@@ -257,7 +259,7 @@ def test_a_store_closed_with_a_view_open_ends_when_its_node_has_ended(
     frail: Scene, wait_until: WaitUntil
 ):
     content.open_space(frail.client()).put(content.keys(CHAIN, HELD), content.pages(CHAIN, HELD))
-    store = KVStore.connect(frail.daemon.address, name="viewer", timeout_s=TIMEOUT_S)
+    store = connect(frail.daemon.address, name="viewer", timeout_s=TIMEOUT_S)
     link = store._link
     assert isinstance(link, Link)
     views = content.open_space(store).get(content.keys(CHAIN, HELD))
@@ -274,7 +276,7 @@ def test_a_store_closed_with_a_view_open_ends_when_its_node_has_ended(
 def test_requests_that_wait_share_one_connection_for_each_purpose(
     scene: Scene, stats_until: StatsUntil
 ):
-    store = KVStore.connect(scene.daemon.address, name="many", timeout_s=TIMEOUT_S)
+    store = connect(scene.daemon.address, name="many", timeout_s=TIMEOUT_S)
     space = content.open_space(store)
     together = threading.Barrier(8)
 

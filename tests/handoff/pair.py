@@ -28,7 +28,7 @@ LAYERS = 4
 BLOCK_BYTES = 16 * 1024
 BLOCK_TOKENS = 16
 BLOCKS = 128
-PATIENCE = Patience(bootstrapping_s=10, waiting_s=10, transferring_s=5, total_s=30)
+PATIENCE = Patience(bootstrapping_s=10, waiting_s=10, transferring_s=5, total_s=30, silence_s=5)
 
 
 class Memory:

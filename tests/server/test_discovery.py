@@ -10,7 +10,8 @@ from kvstore.client.store import KVStore
 from kvstore.engine.label import EngineSources, engine_label
 from kvstore.protocol.errors import PeerUnreachable
 from kvstore.protocol.page import EngineLabel
-from tests.client.conftest import FLAT, READY, Daemon, arguments, identity
+from tests.client.conftest import FLAT, READY, TIMEOUT_S, Daemon, arguments, identity
+from tests.connecting import connect
 from tests.server.conftest import Api
 
 READ, FOLLOW = "read-token-of-the-node", "follow-token-of-the-node"
@@ -61,7 +62,10 @@ def test_a_session_without_an_engines_name_says_so(api, daemon):
 def test_an_engine_whose_name_is_taken_misses_until_the_other_one_ends(daemon, caplog, wait_until):
     caplog.set_level(logging.WARNING, "kvstore.client.link")
     first = daemon.connect(name="first", engine=label("twin", "a"))
-    with first, daemon.connect(name="second", engine=label("twin", "b")) as second:
+    taken = KVStore.connect(
+        daemon.address, timeout_s=TIMEOUT_S, name="second", engine=label("twin", "b")
+    )
+    with first, taken as second:
         assert not second.connected
         assert "an engine named 'twin' is connected already" in caplog.text
         with pytest.raises(PeerUnreachable, match="a name of its own"):
@@ -92,7 +96,7 @@ def test_the_events_of_a_node_are_told_to_whoever_may_read(spawn, tmp_path):
     }  # fmt: skip
     assert FOLLOW not in json.dumps(answer)
     assert Api(daemon, "").send("GET", "/v1/events")[0] == 401
-    with KVStore.connect(daemon.address, name="e") as store:
+    with connect(daemon.address, name="e") as store:
         assert store.stats()["boot"] == boot
 
 

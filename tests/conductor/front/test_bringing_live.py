@@ -243,7 +243,7 @@ async def test_a_node_in_trouble_costs_a_request_nothing(trouble: str) -> None:
         elif trouble == "incomplete":
             node.state, node.result = "done", {"complete": False}
 
-    async with waiting(prepare, deadline_s=0.2) as one:
+    async with waiting(prepare, deadline_s=0.2 if trouble == "late" else 10.0) as one:
         await one.ended({"refuses": "refused", "silent": "refused"}.get(trouble, trouble))
         if trouble == "late":
             assert one.node.ended[0] == 0

@@ -49,6 +49,7 @@ async def test_a_connection_that_says_nothing_is_closed(monkeypatch) -> None:
         assert await reader.read() == b""
         assert await slow.read() == b""
         assert client.conductor.faults.counts["silent"] == 2
+        monkeypatch.setattr(connections, "FIRST_REQUEST_S", 15.0)
         assert (await client.get("/health"))[0] == 200
         writer.close()
         slow_writer.close()
@@ -215,7 +216,7 @@ async def test_a_body_counts_until_its_request_has_ended() -> None:
 async def test_a_request_arrives_when_its_body_is_there_however_slowly_it_came() -> None:
     """Its wait for an engine, and its time to the first token, begin then."""
     engine = FakeEngine("e", "mixed", max_running=1)
-    async with serving(engine, queue={"wait_s": 1.0}) as client:
+    async with serving(engine, queue={"wait_s": 2.5}) as client:
         body = b'{"prompt": [1, 2]}'
         head = b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nX-Request-Id: slow\r\n"
         head += b"Content-Length: %d\r\n\r\n" % len(body)
@@ -224,7 +225,7 @@ async def test_a_request_arrives_when_its_body_is_there_however_slowly_it_came()
         writer.write(head + body[:5])
         await eventually(lambda: client.conductor.bodies.total_bytes == 5)
         began = time.monotonic()
-        await eventually(lambda: time.monotonic() > began + 1.1)
+        await eventually(lambda: time.monotonic() > began + 2.6)
         engine.gate.clear()
         asked = asyncio.create_task(client.complete("before it"))
         await eventually(lambda: engine.running == 1)

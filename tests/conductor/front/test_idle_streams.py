@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+from collections.abc import Callable
 from urllib.parse import urlsplit
 
 import pytest
@@ -12,6 +13,45 @@ from tests.conductor.fakes import FakeEngine, serving, sse
 from tests.loops import eventually, in_loop
 
 SHORT = {"idle_s": 0.2}
+
+
+class Clock:
+    """Time as a test moves it, long before the loop's, so that what is due in it is due at once."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._timers: list[Timer] = []
+
+    def time(self) -> float:
+        return self._now
+
+    def call_at(self, when: float, call: Callable[[], None]) -> "Timer":
+        self._timers.append(Timer(when, call))
+        return self._timers[-1]
+
+    async def move(self, seconds: float) -> None:
+        """Later; then the loop turns a few times."""
+        self._now += seconds
+        due = [one for one in self._timers if one.due <= self._now]
+        self._timers = [one for one in self._timers if one not in due]
+        for one in due:
+            one.call()
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+
+class Timer:
+    """One call of a clock."""
+
+    def __init__(self, due: float, call: Callable[[], None]) -> None:
+        self.due = due
+        self.call = call
+
+    def when(self) -> float:
+        return self.due
+
+    def cancel(self) -> None:
+        self.call = lambda: None
 
 
 @in_loop
@@ -35,7 +75,7 @@ async def test_a_client_that_does_not_read_is_given_up() -> None:
     engine.tokens = 64
     body = json.dumps({"model": "m", "prompt": "hi", "stream": True}).encode()
     engine.described["id"] = "e"
-    async with serving(deadline=SHORT) as client:
+    async with serving(deadline={"idle_s": 1.0}) as client:  # the engine has to keep it
         await engine.start()
         try:
             entry = {"id": "e", "role": "mixed", "url": engine.url}
@@ -55,15 +95,24 @@ async def test_a_client_that_does_not_read_is_given_up() -> None:
 
 @in_loop
 async def test_a_deadline_passes_when_it_was_not_moved_and_not_before() -> None:
-    loop = asyncio.get_running_loop()
-    began = loop.time()
-    async with IdleDeadline() as idle:
+    clock, pieces = Clock(), 0
 
-        def moves() -> bool:
-            idle.wait("a piece", 1.0)
-            return loop.time() - began > 2.6
+    async def moves() -> None:
+        nonlocal pieces
+        async with IdleDeadline() as idle:
+            idle._loop = clock  # type: ignore[assignment]
+            while pieces < 8:
+                idle.wait("a piece", 1.0)
+                await clock.move(0.4)
+                pieces += 1
+            await clock.move(0.5)
+            pieces += 1
+            await clock.move(0.2)
+            pieces += 1
 
-        await eventually(moves)
+    with pytest.raises(TimeoutError):
+        await moves()
+    assert pieces == 9, "1.1 s after the last one, and not before"
 
     async def waits() -> None:
         async with IdleDeadline() as idle:

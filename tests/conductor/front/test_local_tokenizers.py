@@ -166,7 +166,7 @@ async def test_a_late_tokenizer_costs_its_deadline_and_a_busy_one_asks_the_engin
 
     monkeypatch.setattr(LocalTokenizer, "encode", gated)
     monkeypatch.setattr(local_tokenizers, "_JOBS_MAX", 2)
-    sections = {**of_model(folder(tmp_path / "m")), "deadline": {"tokenize_s": 0.2}}
+    sections = {**of_model(folder(tmp_path / "m")), "deadline": {"tokenize_s": 1.0}}
     async with serving(engine, **sections) as client:
         try:
             late = [asyncio.create_task(client.complete(f"late {one}")) for one in range(2)]

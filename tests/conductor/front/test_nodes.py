@@ -367,7 +367,7 @@ class EndlessNode(FakeNode):
 async def test_a_listing_that_does_not_end_is_given_up() -> None:
     node = EndlessNode("n")
     async with beside(node), serving() as client:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             status, refusal, _ = await client.operate("/v1/nodes", {"url": node.url})
         assert (status, "do not go on" in refusal["error"]["message"]) == (502, True)
 

@@ -14,7 +14,7 @@ from kvstore.handoff.states import Patience
 from tests.engine_adapters.reference.conftest import Answer, Ask, MakeEngine
 
 SECRET = b"a secret for tests, of 32 bytes."
-PATIENCE = Patience(bootstrapping_s=10, waiting_s=10, transferring_s=5, total_s=30)
+PATIENCE = Patience(bootstrapping_s=10, waiting_s=10, transferring_s=5, total_s=30, silence_s=5)
 OPTIONS = HandoffOptions(secret=SECRET, patience=PATIENCE)
 ROOMS: Iterator[int] = count(1)
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all. " * 5

@@ -334,7 +334,7 @@ def test_an_engine_that_shuts_down_refuses_and_ends_what_runs() -> None:
                 conductor=None,
                 stop=stop,
                 ready=ready.set_result,
-                drain_s=0.2,
+                drain_s=1.0,
             )
         )
         async with aiohttp.ClientSession() as session:
