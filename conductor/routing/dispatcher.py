@@ -263,7 +263,7 @@ class Dispatcher:
         known = self._known.get(number)
         if known is not None:
             self._give_back(known, now)
-            self._remove(known)
+            self._remove(known, now)
 
     def forget(self, engine_id: str) -> None:
         """An engine was removed; requests there keep their places until they are released."""
@@ -317,7 +317,7 @@ class Dispatcher:
                     self._rows.bind(decision.request, decision.engine)
                     self._learned.add(decision.request)  # what it needs there
                 elif isinstance(decision, Reject):
-                    self._remove(self._known[decision.request])
+                    self._remove(self._known[decision.request], now)
                 if not isinstance(decision, Hold):
                     effects.append(decision)
         return effects
@@ -331,7 +331,7 @@ class Dispatcher:
         rows = self._scheduler.order(view, waiting, now)
         refused = self.admission.refusals(view, waiting, rows, now)
         for reject in refused:
-            self._remove(self._known[reject.request])
+            self._remove(self._known[reject.request], now)
         return self._rows.columns, refused
 
     def _priced(self, view: View) -> Waiting:
@@ -358,7 +358,7 @@ class Dispatcher:
             known = self._known[waiting.numbers[row]]
             if isinstance(choice, Reject):
                 self._give_back(known, now)
-                self._remove(known)
+                self._remove(known, now)
                 effects.append(choice)
             elif isinstance(choice, str):
                 effects.append(self._continue(known, choice, now))
@@ -430,7 +430,7 @@ class Dispatcher:
 
     def _give_back(self, known: KnownRequest, now: float) -> None:
         """Give all places of a request back."""
-        self.admission.stopped(known.request.number)
+        self.admission.stopped(known.request.number, now)
         for engine_id in tuple(known.held):
             self.released(known.request.number, engine_id, now)
         if known.promised is not None:
@@ -443,15 +443,15 @@ class Dispatcher:
         if known.promised is not None:
             self.loads.left(known.request.number, known.promised, self._stepped_at)
             self._places.unpromise(known.promised)
-        self._remove(known)
+        self._remove(known, self._stepped_at)
         self._refused.append(reject)
 
-    def _remove(self, known: KnownRequest) -> None:
+    def _remove(self, known: KnownRequest, now: float) -> None:
         number = known.request.number
         del self._known[number]
         self._attained.left(number)
-        self.admission.left(number)
-        self.loads.sent(number, self._stepped_at)
+        self.admission.left(number, now)
+        self.loads.sent(number, now)
         if self._waiting.pop(number, None) is not None:
             self._rows.drop(number)
         self._arrived.pop(number, None)

@@ -173,6 +173,69 @@ def test_who_waited_too_long_is_refused_and_who_failed_at_an_engine_is_not() -> 
     assert (counts["slow", "admitted"], counts["slow", "late"]) == (2, 1)
 
 
+def served(case: Case, now: float, seconds: tuple[float, float]) -> float | None:
+    """Serve one request if it is admitted: when it has ended; ``seconds``: prompt, decode step."""
+    effects = case.arrive(now, tokens=500)
+    if refusals(effects):
+        return None
+    [assign] = effects
+    case.dispatcher.began(assign.request, now + seconds[0])
+    ends_at = now + sum(seconds) + 98 * seconds[1]
+    case.dispatcher.ended(assign.request, 100, ends_at)
+    case.dispatcher.left(assign.request, ends_at)
+    return ends_at
+
+
+@pytest.mark.parametrize(
+    ("mode", "seconds"),
+    [("load", (0.3, 0.3)), ("prediction", (0.3, 0.3)), ("prediction", (6.0, 0.05))],
+)
+def test_what_a_slow_time_has_taught_is_forgotten_when_engines_are_quick_again(
+    mode: str, seconds: tuple[float, float]
+) -> None:
+    info = engine("m", "mixed", 64)
+    case = Case(mode, [info], classes=[FAST])
+    now: float | None = 0.0
+    for _ in range(100):
+        ended = served(case, now, seconds)
+        if ended is None:
+            break
+        now = ended + 1.0
+    assert refusals(case.arrive(now, tokens=500)), "it is too slow"
+    steps = case.dispatcher.loads.step_s(info)
+    admitted = []
+    for _ in range(400):
+        now += 1.0
+        ended = served(case, now, (0.2, 0.02))
+        admitted.append(ended is not None)
+        now = now if ended is None else ended
+    assert not any(admitted[:7]), "only one who comes when nobody else was served for a while"
+    assert all(admitted[-100:])
+    assert case.dispatcher.loads.step_s(info) < max(steps / 2, 0.05)
+    counts = case.dispatcher.admission.gauges()["admission"]
+    assert 0 < counts["fast", "probe"] < 60
+
+
+def test_one_who_is_let_through_to_measure_is_not_refused_later_and_none_comes_beside_it() -> None:
+    case = Case(engines=[engine("m", "mixed", 64)], classes=[FAST], policy="cache-global")
+    [first] = case.arrive(tokens=100_000)
+    assert isinstance(first, Assign), "nobody else was admitted before"
+    judged = case.dispatcher.admission.judgement(1)
+    assert (judged.refused, judged.probe) == ("", True)
+    assert judged.ttft_s is not None
+    assert judged.ttft_s > FAST.ttft_s
+    assert refusals(case.arrive(60.0, tokens=100_000)), "the first one is still there"
+    case.dispatcher.left(1, 60.0)
+    assert refusals(case.arrive(60.0 + 9.0, tokens=100_000)), "it has hardly gone"
+    assert not refusals(case.arrive(60.0 + 11.0, tokens=100_000))
+    waits = Case(engines=[engine("m", "mixed", 1)], classes=[FAST])
+    waits.arrive(tokens=100)
+    waits.dispatcher.detach(1, "m")
+    waits.dispatcher.left(1, 0.0)
+    assert not waits.arrive(20.0, tokens=100_000), "no place is free, so it waits"
+    assert not waits.step(30.0), "late as it is"
+
+
 def test_each_request_is_counted_once() -> None:
     case = Case(engines=[engine("m", "mixed", 1)], classes=[ServiceClass(ttft_s=1e4)])
     case.arrive(tokens=100)
