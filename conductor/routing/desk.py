@@ -78,10 +78,13 @@ class Desk:
         self._write(BeganInput(now, number, hit_tokens))
         self.dispatcher.began(number, now, hit_tokens)
 
-    def ended(self, number: int, output_tokens: int, now: float, restored: Restored | None) -> None:
-        """A request has its last token; ``restored``: by the engine that served it alone."""
-        self._write(EndedInput(now, number, output_tokens, restored))
-        self.dispatcher.ended(number, output_tokens, now, restored)
+    def ended(
+        self, number: int, output_tokens: int, now: float, restored: Restored | None, *,
+        read_slowly: bool = False,
+    ) -> None:  # fmt: skip
+        """A request has its last token; see :meth:`Dispatcher.ended`."""
+        self._write(EndedInput(now, number, output_tokens, restored, read_slowly))
+        self.dispatcher.ended(number, output_tokens, now, restored, read_slowly=read_slowly)
 
     def failed(self, number: int, engine: str, why: str, now: float) -> None:
         """An engine failed a request."""

@@ -170,8 +170,9 @@ class Dispatcher:
             self._decodes(known, known.assign.decode, now, reported=True)
 
     def ended(
-        self, number: int, output_tokens: int, now: float, restored: Restored | None = None
-    ) -> None:
+        self, number: int, output_tokens: int, now: float, restored: Restored | None = None, *,
+        read_slowly: bool = False,
+    ) -> None:  # fmt: skip
         """A request has all its tokens; call :meth:`release` or :meth:`left` next.
 
         Args:
@@ -180,13 +181,15 @@ class Dispatcher:
             now: time.
             restored: what the engine fetched that served it alone; None = it does not tell, or
                 there were two.
+            read_slowly: whether its client, not its engine, says how long the answer took.
         """
         for engine_id in self._known[number].held:
-            self.loads.decoded(number, engine_id, output_tokens, now)
+            if not read_slowly:
+                self.loads.decoded(number, engine_id, output_tokens, now)
             if restored is not None:
                 self.loads.restored(number, engine_id, restored)
         self.admission.ended(number, output_tokens, now)
-        self._attained.ended(number, output_tokens, now)
+        self._attained.ended(number, output_tokens, now, read_slowly=read_slowly)
 
     def _decodes(self, known: KnownRequest, engine_id: str, now: float, *, reported: bool) -> None:
         """A request decodes from now on; ``reported``: its first token was."""

@@ -83,12 +83,13 @@ class BeganInput(msgspec.Struct, frozen=True, tag="began"):
 
 
 class EndedInput(msgspec.Struct, frozen=True, tag="ended"):
-    """A request had its last token."""
+    """A request had its last token; ``read_slowly`` is absent in files of older versions."""
 
     at: float
     number: int
     output_tokens: int
     restored: Restored | None = None
+    read_slowly: bool = False
 
 
 class FailedInput(msgspec.Struct, frozen=True, tag="failed"):
@@ -244,7 +245,7 @@ def repeat(line: Line, dispatcher: Dispatcher, registry: EngineRegistry) -> list
         case BeganInput():
             dispatcher.began(line.number, line.at, line.hit_tokens)
         case EndedInput():
-            dispatcher.ended(line.number, line.output_tokens, line.at, line.restored)
+            _repeat_end(line, dispatcher)
         case FailedInput():
             dispatcher.failed(line.number, line.engine, line.why, line.at)
         case LeftInput():
@@ -258,6 +259,11 @@ def repeat(line: Line, dispatcher: Dispatcher, registry: EngineRegistry) -> list
         case _:
             _repeat_outside(line, dispatcher, registry)
     return None
+
+
+def _repeat_end(line: EndedInput, dispatcher: Dispatcher) -> None:
+    tokens, slowly = line.output_tokens, line.read_slowly
+    dispatcher.ended(line.number, tokens, line.at, line.restored, read_slowly=slowly)
 
 
 def _repeat_at_engine(
