@@ -292,10 +292,50 @@ def test_a_tenant_gets_back_what_an_engine_that_failed_was_to_give_it() -> None:
     [assign] = case.step(0.0)
     assert (assign.request, got["unlucky"]) == (1, once), "charged for one try"
     case.dispatcher.left(1, 0.0)
-    assert got["unlucky"] == once, "a client that goes was served"
+    assert got["unlucky"] == pytest.approx(1_000), "its prompt is computed, but for no answer"
+    case.dispatcher.admission._shares.charge("unlucky", once - 1_000, 0.0)
     case.arrive(0.0, tokens=1_000, tenant="unlucky")
     case.dispatcher.failed(2, "m", "cut", HALF_S)
     assert got["unlucky"] == pytest.approx(once, rel=1e-6), "of what is left of it"
+
+
+@pytest.mark.parametrize("how", ["ends", "leaves"])
+def test_a_tenant_that_leaves_before_the_end_is_charged_for_what_was_generated(how: str) -> None:
+    case = Case("none", [engine("m", "mixed", 64)], "least-loaded", fair=True)
+    dispatcher = case.dispatcher
+    step_s = dispatcher.loads.step_s(engine("m", "mixed", 64))
+    ends: list[tuple[float, int, int]] = []
+    for second in range(120):
+        now = float(second)
+        for at, number, tokens in [one for one in ends if one[0] <= now]:
+            if how == "ends" or tokens == 200:
+                dispatcher.ended(number, tokens, at)
+            dispatcher.left(number, at)
+            ends.remove((at, number, tokens))
+        for tenant, tokens in (("greedy", 4_000), ("honest", 200)):
+            case.arrive(now, 100, tenant=tenant)
+            dispatcher.began(case.number, now)
+            ends.append((now + tokens * step_s, case.number, tokens))
+    levels = dispatcher.admission.levels()
+    assert levels.keys() == {"greedy"}
+    assert levels["greedy"] >= 2
+
+
+def test_who_leaves_at_once_is_charged_for_no_answer() -> None:
+    case = Case("none", [engine("m", "mixed", 3)], "least-loaded", fair=True)
+    got = case.dispatcher.admission._shares._got
+    for tenant in ("before its first token", "after it", "as nobody reports it"):
+        case.arrive(10.0, 1_000, tenant=tenant)
+        assert got[tenant] > 2_000 * 2 ** (10 / HALF_S)
+    case.dispatcher.began(2, 10.0)
+    case.dispatcher.loads.untold(3, "m")
+    for number in (1, 2):
+        case.dispatcher.left(number, 10.0)
+    case.dispatcher.left(3, 10.0 + 1e4)  # for as long as it liked
+    assert got["before its first token"] == pytest.approx(1_000 * 2 ** (10 / HALF_S))
+    assert got["after it"] == pytest.approx(1_000 * 2 ** (10 / HALF_S))
+    assert got["as nobody reports it"] > 2_000 * 2 ** (10 / HALF_S), "at most what was expected"
+    assert case.dispatcher.admission.lengths.gauges()["output_tokens_bias"] == {}
 
 
 @pytest.mark.parametrize("said", [-5_000_000, -(10**400), 10**400])
