@@ -195,7 +195,7 @@ def test_what_a_slow_time_has_taught_is_forgotten_when_engines_are_quick_again(
 ) -> None:
     info = engine("m", "mixed", 64)
     case = Case(mode, [info], classes=[FAST])
-    now: float | None = 0.0
+    now = 0.0
     for _ in range(100):
         ended = served(case, now, seconds)
         if ended is None:
