@@ -243,7 +243,7 @@ class Dispatcher:
 
     def _free(self, number: int, engine_id: str, now: float) -> None:
         self.loads.left(number, engine_id, now)
-        self._places.free(engine_id, now)
+        self._places.free(engine_id, now, waited_for=len(self) > 0)
 
     def failed(self, number: int, engine_id: str, why: str, now: float) -> None:
         """An engine failed a request: it waits for others, or is rejected after the last try."""
