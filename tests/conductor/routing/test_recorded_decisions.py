@@ -3,8 +3,8 @@
 One thing is different on purpose: a pair takes its place at the decode engine when its KV arrives
 there, not when it is assigned. A protocol that asks both engines at once takes both places at once,
 as that queue did, so with such a protocol all decisions are equal, with all their numbers. In turn,
-they are equal where no decode engine is ever full or dies. ``Retry-After`` is another one, too: that
-queue took idle times for its pace.
+they are equal where no decode engine is ever full or dies. ``Retry-After`` differs, too: that queue
+took idle times for its pace.
 """
 
 import json
