@@ -229,6 +229,10 @@ class RequestQueue:
         self._looked.give_back(number, engine_id, self._clock())
         self.pump()
 
+    def forget(self, engine_id: str) -> None:
+        """An engine is about to be removed from the registry."""
+        self._looked.forget(engine_id)
+
     def leave(self, number: int) -> None:
         """A request has ended, or its client has disconnected."""
         self._answers.pop(number, None)

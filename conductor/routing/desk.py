@@ -14,6 +14,7 @@ from conductor.routing.journal import (
     EndedInput,
     EnginesInput,
     FailedInput,
+    ForgottenInput,
     GivenBackInput,
     HealthInput,
     LearnInput,
@@ -120,6 +121,11 @@ class Desk:
         """Nobody will report when an engine has computed a prompt."""
         self._write(UntoldInput(number, engine))
         self.dispatcher.loads.untold(number, engine)
+
+    def forget(self, engine: str) -> None:
+        """An engine is about to be removed."""
+        self._write(ForgottenInput(engine))
+        self.dispatcher.forget(engine)
 
     def close(self) -> None:
         """Waiting and new requests are to be rejected."""

@@ -91,7 +91,7 @@ class Dispatcher:
         self._waiting: dict[int, KnownRequest] = {}  # without an assignment
         self._rows = WaitingRows()  # these, as columns
         self._arrived: dict[int, KnownRequest] = {}  # whose KV waits for a decode engine
-        self._refused: list[Reject] = []  # until the next step
+        self._refused: list[Effect] = []  # until the next step
         self._places = Occupancy(self.loads.others)
         self._closed = False
 
@@ -302,10 +302,10 @@ class Dispatcher:
 
     def step(self, now: float) -> list[Effect]:
         """Decide what can be decided now; a request gets no further effect after a Reject."""
-        effects: list[Effect] = [*self._refused]
-        self._refused.clear()
+        effects, self._refused = self._refused, []
         self._stepped_at = now
         if self.pools is not None:
+            self.view(now)  # engines have computed by now what they should; `due` may have looked
             look(self.pools, self._registry, self.loads, now)
         effects += self._receive(now)
         if self._waiting:

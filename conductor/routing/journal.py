@@ -157,6 +157,12 @@ class ClosedInput(msgspec.Struct, frozen=True, tag="closed"):
     """Waiting and new requests were to be rejected."""
 
 
+class ForgottenInput(msgspec.Struct, frozen=True, tag="forgotten"):
+    """An engine was about to be removed; older files do not tell of one that came back at once."""
+
+    engine: str
+
+
 class EnginesInput(msgspec.Struct, frozen=True, tag="engines"):
     """Engines were registered, changed or removed, or their health changed.
 
@@ -178,7 +184,7 @@ class OthersInput(msgspec.Struct, frozen=True, tag="others"):
 Line = (
     ArriveInput | LearnInput | PrefilledInput | BeganInput | EndedInput | FailedInput | LeftInput
     | HealthInput | ReleasedInput | DetachedInput | GivenBackInput | UntoldInput | ClosedInput
-    | EnginesInput | OthersInput | Stepped
+    | ForgottenInput | EnginesInput | OthersInput | Stepped
 )  # fmt: skip
 
 
@@ -282,12 +288,16 @@ def _repeat_at_engine(
 
 
 def _repeat_outside(
-    line: HealthInput | EnginesInput | OthersInput, dispatcher: Dispatcher, registry: EngineRegistry
+    line: HealthInput | ForgottenInput | EnginesInput | OthersInput,
+    dispatcher: Dispatcher,
+    registry: EngineRegistry,
 ) -> None:
     """What a dispatcher sees of its engines."""
     match line:
         case HealthInput():
             set_health(registry, line.engine, line.at, ok=line.ok)
+        case ForgottenInput():
+            dispatcher.forget(line.engine)
         case EnginesInput():
             _set_engines(line, dispatcher, registry)
         case OthersInput():
