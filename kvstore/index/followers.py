@@ -102,7 +102,7 @@ class Follower(Generic[FeedT]):
         self._turn_ends = 0.0
         self.has_snapshots = source.is_node and source.replay_endpoint is not None
         self._left_out = 0  # when its snapshot began
-        self._counts_from = 0  # number of the batch after those that a snapshot needs
+        self._counts_from = 0  # number of the batch after those that tell whether all is right
         self._drifted = False
         self._applying = False
         self._applied = asyncio.Event()
@@ -181,6 +181,9 @@ class Follower(Generic[FeedT]):
             self.connected = True
             self.why = "its earlier batches are being read"
             await self._catch_up()
+            if source.replay_endpoint is None and self.sequence.known:
+                self._counts_from = self.sequence.next + 1
+                self.why = "it may have restarted, and has no replay: its next batch will tell"
             await self._listen(channel)
         finally:
             channel.close()
@@ -227,7 +230,7 @@ class Follower(Generic[FeedT]):
             await self._replay()
         except _ResyncNeededError:
             await self._resync()
-        if self.sequence.next < self._counts_from:
+        if self.has_snapshots and self.sequence.next < self._counts_from:
             self.sequence.forget()  # the publisher dropped them: another snapshot has them
             raise OSError("batches that its snapshot needs do not come")
 
