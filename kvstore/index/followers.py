@@ -75,6 +75,7 @@ class Follower(Generic[FeedT]):
         why: why they do not count; empty if they do.
         lag_s: time from the publication of the newest batch to its application.
         snapshots: snapshots that were read.
+        snapshot_at: time of the last one, on the loop's clock; 0 = none.
         resyncs: times that everything was read again because of a gap or an audit.
         has_snapshots: it follows a node, of a version that answers questions.
         sampled: some of the pages that the events of a node named.
@@ -93,6 +94,7 @@ class Follower(Generic[FeedT]):
         self.why = "not connected yet"
         self.lag_s = 0.0
         self.snapshots = 0
+        self.snapshot_at = 0.0
         self.resyncs = 0
         self.sequence = Sequence()
         self.feed = feed
@@ -322,6 +324,7 @@ class Follower(Generic[FeedT]):
             raise
         else:
             self.snapshots += 1
+            self.snapshot_at = asyncio.get_running_loop().time()
 
     async def _take(self, number: int, payload: bytes) -> bool:
         """Apply a batch according to the sequence; returns True if the publisher has restarted."""
