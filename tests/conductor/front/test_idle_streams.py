@@ -56,6 +56,7 @@ async def test_a_client_that_does_not_read_is_given_up() -> None:
 @pytest.mark.parametrize("reads", ["at once", "slowly"])
 @in_loop
 async def test_nothing_is_learned_of_an_engine_from_a_client_that_reads_slowly(reads: str) -> None:
+    loop = asyncio.get_running_loop()
     engine = FakeEngine("e", "mixed", hardware="cpu", shape="reference-tiny")
     engine.like_openai = True
     async with serving(engine) as client:
@@ -64,7 +65,8 @@ async def test_nothing_is_learned_of_an_engine_from_a_client_that_reads_slowly(r
         body = {"model": "m", "prompt": list(range(9)), "stream": True}
         async with client.session.post(f"{client.url}/v1/completions", json=body) as answer:
             async for _ in answer.content.iter_chunked(1 << 20):
-                await asyncio.sleep(0.02 if reads == "slowly" else 0)
+                until = loop.time() + (0.02 if reads == "slowly" else 0.0)
+                await eventually(lambda: loop.time() > until)  # noqa: B023
         await eventually(lambda: client.conductor.proxy.active == 0)
         dispatcher = client.conductor.proxy._parts.dispatcher
         [info] = [one.info for one in client.conductor.registry]
