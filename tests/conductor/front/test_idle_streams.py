@@ -65,7 +65,7 @@ async def test_nothing_is_learned_of_an_engine_from_a_client_that_reads_slowly(r
         body = {"model": "m", "prompt": list(range(9)), "stream": True}
         async with client.session.post(f"{client.url}/v1/completions", json=body) as answer:
             async for _ in answer.content.iter_chunked(1 << 20):
-                until = loop.time() + (0.02 if reads == "slowly" else 0.0)
+                until = loop.time() + (0.1 if reads == "slowly" else 0.0)
                 await eventually(lambda: loop.time() > until)  # noqa: B023
         await eventually(lambda: client.conductor.proxy.active == 0)
         dispatcher = client.conductor.proxy._parts.dispatcher
