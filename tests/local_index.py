@@ -9,6 +9,7 @@ from kvstore.index.control import (
     Follow,
     IndexSettings,
     Source,
+    Unexpect,
     Unfollow,
 )
 from kvstore.index.face import PresentIndex
@@ -63,6 +64,10 @@ class LocalIndex:
         """A worker will probably have some pages."""
         assert table is self._table
         self._service.obey(expected)
+
+    def unexpect(self, expected: Expect) -> None:
+        """It will not have them."""
+        self._service.obey(Unexpect(expected))
 
     async def run(self) -> None:
         """Follow until cancelled."""

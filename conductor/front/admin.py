@@ -187,10 +187,11 @@ class Admin:
 
     async def _remove(self, http: web.Request) -> web.Response:
         engine_id = http.match_info["id"]
-        if not self._membership.remove(engine_id):
+        if self._parts.registry.get(engine_id) is None:
             return _unknown("engine")
+        self._parts.queue.forget(engine_id)  # before anything is decided without it
+        self._membership.remove(engine_id)
         _log.info("engine %s was removed by %s", engine_id, http.remote)
-        self._parts.dispatcher.forget(engine_id)
         self._metrics.forget(engine_id)
         return web.Response(status=204)
 

@@ -41,7 +41,8 @@ class Route(StrEnum):
     CHAT = "/v1/chat/completions"
 
 
-_Count = Annotated[int, msgspec.Meta(ge=1)]
+_Count = Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
+"""Some clients mean infinity; JSON has numbers of any length, which nobody can add to or print."""
 
 
 class _Shared(msgspec.Struct, frozen=True, kw_only=True):

@@ -234,17 +234,16 @@ class Membership:
             gaps.append(Gap.NODE_EVENTS_DOWN)
         return gaps
 
-    def remove(self, engine_id: str) -> bool:
-        """Remove an engine; returns False if it is unknown."""
+    def remove(self, engine_id: str) -> None:
+        """Remove an engine; an unknown one is ignored."""
         info = self._registry.remove(engine_id)
         if info is None:
-            return False
+            return
         self._registrations.pop(engine_id, None)
         ranks = {worker for _, worker in engine_workers(info)}  # they may have no events
         for worker in self._followed.pop(engine_id, set()) | ranks:
             self._index.unfollow(worker)
         self._changed()
-        return True
 
     def worked(self, engine_id: str) -> None:
         """A request or probe succeeded."""

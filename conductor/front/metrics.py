@@ -162,8 +162,9 @@ _COUNTS: Final = {
     "lendings": ("Changes of the set of lent mixed engines of a model.", ("model",)),
     "advice_faults": ("Failures to compute advice; each is a bug.", ()),
     "admission": (
-        "Requests that were admitted, or refused because the prompt would be computed too late"
-        " (prefill), the decoding engines would be full (decode), or it waited too long (late).",
+        "Requests that were admitted, let through to measure (probe), or refused because the prompt"
+        " would be computed too late (prefill), the decoding engines would be full (decode), or it"
+        " waited too long (late).",
         ("class", "outcome"),
     ),
     "faults": ("Connections and requests that were refused or failed, by cause.", ("cause",)),

@@ -258,6 +258,7 @@ class Proxy:
                     parts.membership.broke(error.engine)
                 if run.response is not None:
                     return await self._give_up(run, 502, "engine_failed", str(error))
+                parts.prefixes.unexpect(run.number, error.engine)
                 lease.failed(error.engine, error.brief)  # a journal has it
 
     async def _tokens(self, run: Run) -> list[int] | None:

@@ -30,8 +30,13 @@ from conductor.routing.decisions import Attempt, HandoffReport
 
 _RANK_HEADER: Final = "X-data-parallel-rank"
 """vLLM runs a request on the data-parallel rank that this header names."""
+_FIRST: Final = "first piece"
 _ENGINE: Final = "engine"
 _CLIENT: Final = "client"
+_SLOW_READER: Final = 0.1
+_SLOW_READER_S: Final = 0.02
+"""A stream that waited for its client for more than this, and this part, tells nothing of its
+engine."""
 _PREFILL: Final = "prefill"
 _DECODE: Final = "decode"
 _TAIL_PIECES: Final = 4
@@ -187,12 +192,12 @@ class Relay:
                 parts.upstream.stream(engine, url, half.body, headers) as pieces,
                 self._limited(engine) as idle,
             ):
-                idle.wait(_ENGINE, self._deadline.first_byte_s)
+                idle.wait(_FIRST, self._deadline.first_byte_s)
                 idle_s = self._deadline.idle_s
                 reports, usage_added = half.reports, run.body.usage_added
                 async for piece in pieces:
-                    idle.wait(_CLIENT, idle_s)
                     if run.response is None:
+                        idle.wait(_CLIENT, idle_s)
                         run.elsewhere_s += parts.clock() - started
                         headers = {**run.headers, **_STREAM_HEADERS}
                         run.response = web.StreamResponse(headers=headers)
@@ -202,6 +207,7 @@ class Relay:
                     if usage_added:
                         shown = without_usage(shown)
                     if shown:
+                        idle.wait(_CLIENT, idle_s)
                         await run.response.write(shown)
                     idle.wait(_ENGINE, idle_s)
         finally:
@@ -213,17 +219,26 @@ class Relay:
         end = read_stream_end(tail)
         attempt.served = end.measured() if end else None
         attempt.received = self._report(half, end, attempt, _DECODE)
-        self._ended(run, attempt)
+        client_s, engine_s = idle.waited_s[_CLIENT], idle.waited_s[_ENGINE]
+        slowly = client_s > max(_SLOW_READER_S, _SLOW_READER * (client_s + engine_s))
+        self._ended(run, attempt, read_slowly=slowly)
         await self.end(run.response)
         return run.response
 
-    def _ended(self, run: Run, attempt: Attempt) -> None:
-        """An answer is complete; learn from its length, if the engine tells it."""
+    def _ended(self, run: Run, attempt: Attempt, *, read_slowly: bool = False) -> None:
+        """An answer is complete; learn from its length, if the engine tells it.
+
+        Args:
+            run: the request.
+            attempt: its present try.
+            read_slowly: whether its client, not its engine, says how long it took.
+        """
         attempt.outcome = "ok"
         run.decision.status, run.decision.outcome = 200, "ok"
         if attempt.served is not None and attempt.served.completion_tokens is not None:
             restored = attempt.served.restored if attempt.plan == Plan.ALONE else None
-            self._parts.queue.ended(run.number, attempt.served.completion_tokens, restored)
+            tokens = attempt.served.completion_tokens
+            self._parts.queue.ended(run.number, tokens, restored, read_slowly=read_slowly)
 
     @asynccontextmanager
     async def _limited(self, engine: str) -> AsyncIterator[IdleDeadline]:

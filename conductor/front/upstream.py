@@ -7,6 +7,7 @@ relayed.
 
 import asyncio
 import math
+from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from types import TracebackType
@@ -89,21 +90,31 @@ class IdleDeadline:
 
     Attributes:
         waits_for: what was waited for last.
+        waited_s: seconds for which each was waited for.
     """
 
     def __init__(self) -> None:
         self.waits_for = ""
+        self.waited_s: defaultdict[str, float] = defaultdict(float)
         self._loop = asyncio.get_running_loop()
         self._scope = asyncio.timeout(None)
         self._due = math.inf
         self._timer: asyncio.TimerHandle | None = None
+        self._since = self._loop.time()
 
     def wait(self, what: str, seconds: float) -> None:
         """From now on this is waited for, at most so long."""
+        self._due = self._count() + seconds
         self.waits_for = what
-        self._due = self._loop.time() + seconds
         if self._timer is None or self._due < self._timer.when():
             self._set_timer()
+
+    def _count(self) -> float:
+        """Add the time since the last call to what was waited for; returns the time."""
+        now = self._loop.time()
+        self.waited_s[self.waits_for] += now - self._since
+        self._since = now
+        return now
 
     def _set_timer(self) -> None:
         if self._timer is not None:
@@ -128,6 +139,7 @@ class IdleDeadline:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self._count()
         if self._timer is not None:
             self._timer.cancel()
         await self._scope.__aexit__(kind, error, traceback)

@@ -195,9 +195,20 @@ class RequestQueue:
         self._looked.began(number, self._clock(), hit_tokens)
         self.pump()
 
-    def ended(self, number: int, output_tokens: int, restored: Restored | None) -> None:
-        """A request has all its tokens; ``restored``: by the engine that served it alone."""
-        self._looked.ended(number, output_tokens, self._clock(), restored)
+    def ended(
+        self, number: int, output_tokens: int, restored: Restored | None, *,
+        read_slowly: bool = False,
+    ) -> None:  # fmt: skip
+        """A request has all its tokens.
+
+        Args:
+            number: of the request.
+            output_tokens: of its answer.
+            restored: what the engine fetched that served it alone; None = unknown, or a pair.
+            read_slowly: whether its client, not its engine, says how long it took.
+        """
+        now = self._clock()
+        self._looked.ended(number, output_tokens, now, restored, read_slowly=read_slowly)
 
     def untold(self, number: int, engine_id: str) -> None:
         """Nobody will tell when an engine has computed the prompt of a request."""
@@ -217,6 +228,10 @@ class RequestQueue:
         """An engine has ended its part of a request, whose place there was detached."""
         self._looked.give_back(number, engine_id, self._clock())
         self.pump()
+
+    def forget(self, engine_id: str) -> None:
+        """An engine is about to be removed from the registry."""
+        self._looked.forget(engine_id)
 
     def leave(self, number: int) -> None:
         """A request has ended, or its client has disconnected."""

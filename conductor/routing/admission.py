@@ -17,13 +17,18 @@ tokens (TBT). It is judged once, when it arrives:
 Refusing by present load admits too many requests while decode engines are idle and prompts are
 being computed, and too few when these decode: load oscillates. Mooncake's report (arXiv 2407.00079,
 section 6) has this observation, and the idea of the prediction.
+
+In both modes the seconds come from measurements of requests that were served. A slow time, or a
+wrong measurement, must not refuse everybody for ever, so that nothing is measured again: a model
+that has had no request for :data:`PROBE_S`, and has none now, gets the next one, a **probe**,
+whatever is expected of it.
 """
 
 import enum
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, inf
 from typing import Final
 
 import msgspec
@@ -44,9 +49,12 @@ OVERLOADED: Final = "overloaded"
 """Code of the error of a request that is refused here."""
 _NEW_PART_WEIGHT: Final = 0.02
 """Of the newest prompt in the moving average of the part that is computed."""
+PROBE_S: Final = 10.0
+"""A model without requests for so long gets one, whatever is expected of it."""
 _ADMITTED: Final = "admitted"
-_ADMISSIONS: Final = (_ADMITTED, "prefill", "decode", "late")
-"""The labels of ``admission``: admitted, or the reason for the refusal."""
+_PROBE: Final = "probe"
+_ADMISSIONS: Final = (_ADMITTED, _PROBE, "prefill", "decode", "late")
+"""The labels of ``admission``: admitted, let through to measure, or the reason for the refusal."""
 
 
 class AdmissionMode(enum.StrEnum):
@@ -112,6 +120,8 @@ class _Asked:
         ready_at: when its KV was thought to be where it decodes; 0 = not judged.
         charged: what its tenant was charged for the prompt and the answer of its present try.
         charged_at: when.
+        began_at: when it began to decode in this try; None = nobody has told.
+        step_s: seconds of a decode step of its engines.
         counted: whether its outcome was counted.
         failed: whether an engine failed it.
         answered: tokens of its answer; 0 = it has not ended.
@@ -130,11 +140,20 @@ class _Asked:
     ready_at: float = 0.0
     charged: tuple[float, float] = (0.0, 0.0)
     charged_at: float = 0.0
+    began_at: float | None = None
+    step_s: float = 0.0
     counted: bool = False
     failed: bool = False
     answered: int = 0
     model: str = ""
     judgement: Judgement | None = None
+
+    def generated(self, now: float) -> float:
+        """Tokens of its answer that its engines could generate by now; nobody has told."""
+        since, most = self.charged_at, self.charged[1]
+        if self.began_at is not None:
+            since, most = self.began_at, self.limit or TOKENS_MAX
+        return min(most, max(0.0, now - since) / self.step_s) if self.step_s else most
 
 
 class Admission:
@@ -164,6 +183,7 @@ class Admission:
         self._demand: dict[str, DecodeDemand] = {}  # by model
         self._counts: Counter[tuple[str, str]] = Counter()  # by class and outcome
         self._loads_seen: dict[str, tuple[float, float]] = {}  # by model: the newest
+        self._busy_at: dict[str, float] = {}  # by model: when it last had a request to serve
 
     @property
     def judges(self) -> bool:
@@ -292,6 +312,9 @@ class Admission:
             ttft_s = prompt_s + entry.waits_s
             again_s = ttft_s - service.ttft_s
             why = "" if again_s <= 0 else "prefill" if prompt_s > service.ttft_s else "decode"
+        model = seen.pool.model
+        probe = bool(why) and not ahead.who.size and self._measures_nothing(model, now)
+        why = "" if probe else why
         asked.judgement = Judgement(
             service_class=service.name,
             admission=str(self._rules.mode),
@@ -300,20 +323,31 @@ class Admission:
             prefill_load=round(seen.queue_s / service.ttft_s, 4),
             decode_load=round(load, 4),
             refused=why,
+            probe=probe,
         )
-        self._loads_seen[seen.pool.model] = (seen.queue_s / service.ttft_s, load)
-        return self._refuse(number, asked, again_s) if why else None
+        self._loads_seen[model] = (seen.queue_s / service.ttft_s, load)
+        if why:
+            return self._refuse(number, asked, again_s)
+        self._busy_at[model] = now
+        return None
+
+    def _measures_nothing(self, model: str, now: float) -> bool:
+        """Whether nobody has been served for a while, so that the costs cannot become better."""
+        idle_s = now - self._busy_at.get(model, -inf)
+        return not len(self._demand_of(model, now)) and idle_s >= PROBE_S
 
     def _too_late(self, waiting: Waiting, row: int, now: float) -> Reject | None:
         """Whether a request has waited so long that its prompt can no longer be computed in time.
 
-        One that has failed at an engine is served, however late it is.
+        One that has failed at an engine is served, however late it is, and so is a probe.
         """
         asked = self._asked[waiting.numbers[row]]
         if self._rules.mode is not AdmissionMode.PREDICTION or asked.failed:
             return None
         waited_s = now - waiting.arrived[row]
         if waited_s + asked.need_s <= asked.service.ttft_s or asked.judgement is None:
+            return None
+        if asked.judgement.probe:
             return None
         asked.judgement = msgspec.structs.replace(asked.judgement, refused="late")
         return self._refuse(waiting.numbers[row], asked, asked.need_s)
@@ -339,6 +373,8 @@ class Admission:
         """Count the outcome of a judged request, once."""
         if asked.judgement is not None and not asked.counted:
             asked.counted = True
+            if outcome == _ADMITTED and asked.judgement.probe:
+                outcome = _PROBE
             self._counts[asked.service.name, outcome] += 1
 
     def _demand_of(self, model: str, now: float) -> DecodeDemand:
@@ -363,7 +399,7 @@ class Admission:
         asked.computed = (new, tokens - new)
         if tokens:
             self._new_part += _NEW_PART_WEIGHT * (new / tokens - self._new_part)
-        asked.model = model
+        asked.model, asked.step_s, asked.began_at = model, step_s, None
         self._count(asked, _ADMITTED)
         if self.judges:
             starts_at = now + assign.ttft_s if assign.ttft_s else asked.ready_at
@@ -387,9 +423,10 @@ class Admission:
             since: when it started; None = now.
         """
         asked = self._asked[number]
+        asked.began_at = now if since is None else since
         if asked.model and self.judges:
             demand = self._demand_of(asked.model, now)
-            passed_s = 0.0 if since is None else max(0.0, now - since)
+            passed_s = max(0.0, now - asked.began_at)
             demand.decodes(number, tokens + asked.output, asked.output * step_s, passed_s)
 
     def ended(self, number: int, output_tokens: int, now: float) -> None:
@@ -401,6 +438,7 @@ class Admission:
         if self._rules.fair:
             more = output_tokens - one.charged[1]
             self._shares.charge(one.tenant, OUTPUT_WEIGHT * more, now)
+            one.charged = (0.0, 0.0)
 
     def failed(self, number: int, now: float) -> None:
         """An engine failed a request: its tenant is refunded the rest of its charge."""
@@ -411,22 +449,30 @@ class Admission:
         if self._rules.fair:
             self._shares.charge(one.tenant, -left * (prompt + OUTPUT_WEIGHT * answer), now)
 
-    def stopped(self, number: int) -> None:
+    def stopped(self, number: int, now: float) -> None:
         """A request has no engines any more."""
         asked = self._asked[number]
         if asked.model in self._demand:
             self._demand[asked.model].left(number)
+            self._busy_at[asked.model] = now
         asked.model = ""
 
-    def left(self, number: int) -> None:
-        """A request has ended, in whatever way."""
-        self.stopped(number)
+    def left(self, number: int, now: float) -> None:
+        """A request has ended, in whatever way.
+
+        If its client has gone before its end, its tenant is charged for what was generated by then.
+        """
+        self.stopped(number, now)
         self._fresh.discard(number)
         asked = self._asked.pop(number)
         self._count(asked, _ADMITTED)
         output = asked.answered or round(asked.output)
         self.recent.ended(asked.wanted, LoadSample(*asked.computed, output))
         if self._rules.fair:
+            if asked.charged[1]:
+                kept = asked.charged[1] * 0.5 ** ((now - asked.charged_at) / HALF_S)
+                more = asked.generated(now) - kept
+                self._shares.charge(asked.tenant, OUTPUT_WEIGHT * more, now)
             self._shares.went(asked.tenant)
 
     def gauges(self) -> dict[str, dict[tuple[str, ...], float]]:

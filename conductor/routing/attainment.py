@@ -2,7 +2,8 @@
 
 A request is late if its first token comes too late, if it waits for an engine for longer than that,
 if it leaves without an answer, or if the mean time between its tokens is too long. Of a request
-whose answer is not streamed only an end is known; it counts for nothing.
+whose answer is not streamed only an end is known; it counts for nothing. Of a stream whose client
+reads slowly only a late first token counts.
 """
 
 from typing import Final
@@ -64,13 +65,15 @@ class Attainment:
             one.began = at
             one.in_time = at - one.came <= self.targets.ttft_s
 
-    def ended(self, number: int, output_tokens: int, at: float) -> None:
-        """It has all its tokens."""
+    def ended(
+        self, number: int, output_tokens: int, at: float, *, read_slowly: bool = False
+    ) -> None:
+        """It has all its tokens; ``read_slowly``: its client says how long they took."""
         seen = self._of(number)
         one = seen.get(number)
         if one is None:
             return
-        if one.began is None:
+        if one.began is None or (read_slowly and one.in_time):
             del seen[number]
         elif at - one.began > self.targets.tbt_s * max(1, output_tokens - 1):
             one.in_time = False

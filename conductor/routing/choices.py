@@ -256,6 +256,8 @@ class Judgement(msgspec.Struct, frozen=True):
             is computed; None = not judged.
         refused: the reason: ``prefill``, ``decode``, or ``late``: it waited too long; empty = it is
             not.
+        probe: whether it is let through although it would be refused, so that something is
+            measured.
     """
 
     service_class: str
@@ -265,6 +267,7 @@ class Judgement(msgspec.Struct, frozen=True):
     prefill_load: float | None = None
     decode_load: float | None = None
     refused: str = ""
+    probe: bool = False
 
 
 @dataclass(frozen=True, slots=True)

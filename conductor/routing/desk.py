@@ -14,6 +14,7 @@ from conductor.routing.journal import (
     EndedInput,
     EnginesInput,
     FailedInput,
+    ForgottenInput,
     GivenBackInput,
     HealthInput,
     LearnInput,
@@ -78,10 +79,13 @@ class Desk:
         self._write(BeganInput(now, number, hit_tokens))
         self.dispatcher.began(number, now, hit_tokens)
 
-    def ended(self, number: int, output_tokens: int, now: float, restored: Restored | None) -> None:
-        """A request has its last token; ``restored``: by the engine that served it alone."""
-        self._write(EndedInput(now, number, output_tokens, restored))
-        self.dispatcher.ended(number, output_tokens, now, restored)
+    def ended(
+        self, number: int, output_tokens: int, now: float, restored: Restored | None, *,
+        read_slowly: bool = False,
+    ) -> None:  # fmt: skip
+        """A request has its last token; see :meth:`Dispatcher.ended`."""
+        self._write(EndedInput(now, number, output_tokens, restored, read_slowly))
+        self.dispatcher.ended(number, output_tokens, now, restored, read_slowly=read_slowly)
 
     def failed(self, number: int, engine: str, why: str, now: float) -> None:
         """An engine failed a request."""
@@ -117,6 +121,11 @@ class Desk:
         """Nobody will report when an engine has computed a prompt."""
         self._write(UntoldInput(number, engine))
         self.dispatcher.loads.untold(number, engine)
+
+    def forget(self, engine: str) -> None:
+        """An engine is about to be removed."""
+        self._write(ForgottenInput(engine))
+        self.dispatcher.forget(engine)
 
     def close(self) -> None:
         """Waiting and new requests are to be rejected."""

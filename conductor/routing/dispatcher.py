@@ -91,7 +91,7 @@ class Dispatcher:
         self._waiting: dict[int, KnownRequest] = {}  # without an assignment
         self._rows = WaitingRows()  # these, as columns
         self._arrived: dict[int, KnownRequest] = {}  # whose KV waits for a decode engine
-        self._refused: list[Reject] = []  # until the next step
+        self._refused: list[Effect] = []  # until the next step
         self._places = Occupancy(self.loads.others)
         self._closed = False
 
@@ -170,8 +170,9 @@ class Dispatcher:
             self._decodes(known, known.assign.decode, now, reported=True)
 
     def ended(
-        self, number: int, output_tokens: int, now: float, restored: Restored | None = None
-    ) -> None:
+        self, number: int, output_tokens: int, now: float, restored: Restored | None = None, *,
+        read_slowly: bool = False,
+    ) -> None:  # fmt: skip
         """A request has all its tokens; call :meth:`release` or :meth:`left` next.
 
         Args:
@@ -180,13 +181,15 @@ class Dispatcher:
             now: time.
             restored: what the engine fetched that served it alone; None = it does not tell, or
                 there were two.
+            read_slowly: whether its client, not its engine, says how long the answer took.
         """
         for engine_id in self._known[number].held:
-            self.loads.decoded(number, engine_id, output_tokens, now)
+            if not read_slowly:
+                self.loads.decoded(number, engine_id, output_tokens, now)
             if restored is not None:
                 self.loads.restored(number, engine_id, restored)
         self.admission.ended(number, output_tokens, now)
-        self._attained.ended(number, output_tokens, now)
+        self._attained.ended(number, output_tokens, now, read_slowly=read_slowly)
 
     def _decodes(self, known: KnownRequest, engine_id: str, now: float, *, reported: bool) -> None:
         """A request decodes from now on; ``reported``: its first token was."""
@@ -240,7 +243,7 @@ class Dispatcher:
 
     def _free(self, number: int, engine_id: str, now: float) -> None:
         self.loads.left(number, engine_id, now)
-        self._places.free(engine_id, now)
+        self._places.free(engine_id, now, waited_for=len(self) > 0)
 
     def failed(self, number: int, engine_id: str, why: str, now: float) -> None:
         """An engine failed a request: it waits for others, or is rejected after the last try."""
@@ -263,7 +266,7 @@ class Dispatcher:
         known = self._known.get(number)
         if known is not None:
             self._give_back(known, now)
-            self._remove(known)
+            self._remove(known, now)
 
     def forget(self, engine_id: str) -> None:
         """An engine was removed; requests there keep their places until they are released."""
@@ -299,10 +302,10 @@ class Dispatcher:
 
     def step(self, now: float) -> list[Effect]:
         """Decide what can be decided now; a request gets no further effect after a Reject."""
-        effects: list[Effect] = [*self._refused]
-        self._refused.clear()
+        effects, self._refused = self._refused, []
         self._stepped_at = now
         if self.pools is not None:
+            self.view(now)  # engines have computed by now what they should; `due` may have looked
             look(self.pools, self._registry, self.loads, now)
         effects += self._receive(now)
         if self._waiting:
@@ -317,7 +320,7 @@ class Dispatcher:
                     self._rows.bind(decision.request, decision.engine)
                     self._learned.add(decision.request)  # what it needs there
                 elif isinstance(decision, Reject):
-                    self._remove(self._known[decision.request])
+                    self._remove(self._known[decision.request], now)
                 if not isinstance(decision, Hold):
                     effects.append(decision)
         return effects
@@ -331,7 +334,7 @@ class Dispatcher:
         rows = self._scheduler.order(view, waiting, now)
         refused = self.admission.refusals(view, waiting, rows, now)
         for reject in refused:
-            self._remove(self._known[reject.request])
+            self._remove(self._known[reject.request], now)
         return self._rows.columns, refused
 
     def _priced(self, view: View) -> Waiting:
@@ -358,7 +361,7 @@ class Dispatcher:
             known = self._known[waiting.numbers[row]]
             if isinstance(choice, Reject):
                 self._give_back(known, now)
-                self._remove(known)
+                self._remove(known, now)
                 effects.append(choice)
             elif isinstance(choice, str):
                 effects.append(self._continue(known, choice, now))
@@ -430,7 +433,7 @@ class Dispatcher:
 
     def _give_back(self, known: KnownRequest, now: float) -> None:
         """Give all places of a request back."""
-        self.admission.stopped(known.request.number)
+        self.admission.stopped(known.request.number, now)
         for engine_id in tuple(known.held):
             self.released(known.request.number, engine_id, now)
         if known.promised is not None:
@@ -443,15 +446,15 @@ class Dispatcher:
         if known.promised is not None:
             self.loads.left(known.request.number, known.promised, self._stepped_at)
             self._places.unpromise(known.promised)
-        self._remove(known)
+        self._remove(known, self._stepped_at)
         self._refused.append(reject)
 
-    def _remove(self, known: KnownRequest) -> None:
+    def _remove(self, known: KnownRequest, now: float) -> None:
         number = known.request.number
         del self._known[number]
         self._attained.left(number)
-        self.admission.left(number)
-        self.loads.sent(number, self._stepped_at)
+        self.admission.left(number, now)
+        self.loads.sent(number, now)
         if self._waiting.pop(number, None) is not None:
             self._rows.drop(number)
         self._arrived.pop(number, None)

@@ -83,12 +83,13 @@ class BeganInput(msgspec.Struct, frozen=True, tag="began"):
 
 
 class EndedInput(msgspec.Struct, frozen=True, tag="ended"):
-    """A request had its last token."""
+    """A request had its last token; ``read_slowly`` is absent in files of older versions."""
 
     at: float
     number: int
     output_tokens: int
     restored: Restored | None = None
+    read_slowly: bool = False
 
 
 class FailedInput(msgspec.Struct, frozen=True, tag="failed"):
@@ -156,6 +157,12 @@ class ClosedInput(msgspec.Struct, frozen=True, tag="closed"):
     """Waiting and new requests were to be rejected."""
 
 
+class ForgottenInput(msgspec.Struct, frozen=True, tag="forgotten"):
+    """An engine was about to be removed; older files do not tell of one that came back at once."""
+
+    engine: str
+
+
 class EnginesInput(msgspec.Struct, frozen=True, tag="engines"):
     """Engines were registered, changed or removed, or their health changed.
 
@@ -177,7 +184,7 @@ class OthersInput(msgspec.Struct, frozen=True, tag="others"):
 Line = (
     ArriveInput | LearnInput | PrefilledInput | BeganInput | EndedInput | FailedInput | LeftInput
     | HealthInput | ReleasedInput | DetachedInput | GivenBackInput | UntoldInput | ClosedInput
-    | EnginesInput | OthersInput | Stepped
+    | ForgottenInput | EnginesInput | OthersInput | Stepped
 )  # fmt: skip
 
 
@@ -244,7 +251,7 @@ def repeat(line: Line, dispatcher: Dispatcher, registry: EngineRegistry) -> list
         case BeganInput():
             dispatcher.began(line.number, line.at, line.hit_tokens)
         case EndedInput():
-            dispatcher.ended(line.number, line.output_tokens, line.at, line.restored)
+            _repeat_end(line, dispatcher)
         case FailedInput():
             dispatcher.failed(line.number, line.engine, line.why, line.at)
         case LeftInput():
@@ -258,6 +265,11 @@ def repeat(line: Line, dispatcher: Dispatcher, registry: EngineRegistry) -> list
         case _:
             _repeat_outside(line, dispatcher, registry)
     return None
+
+
+def _repeat_end(line: EndedInput, dispatcher: Dispatcher) -> None:
+    tokens, slowly = line.output_tokens, line.read_slowly
+    dispatcher.ended(line.number, tokens, line.at, line.restored, read_slowly=slowly)
 
 
 def _repeat_at_engine(
@@ -276,12 +288,16 @@ def _repeat_at_engine(
 
 
 def _repeat_outside(
-    line: HealthInput | EnginesInput | OthersInput, dispatcher: Dispatcher, registry: EngineRegistry
+    line: HealthInput | ForgottenInput | EnginesInput | OthersInput,
+    dispatcher: Dispatcher,
+    registry: EngineRegistry,
 ) -> None:
     """What a dispatcher sees of its engines."""
     match line:
         case HealthInput():
             set_health(registry, line.engine, line.at, ok=line.ok)
+        case ForgottenInput():
+            dispatcher.forget(line.engine)
         case EnginesInput():
             _set_engines(line, dispatcher, registry)
         case OthersInput():

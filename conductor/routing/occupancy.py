@@ -47,7 +47,7 @@ class Occupancy:
         in_flight: requests that have a place, by engine.
         detached: number of these places that belong to no request, by engine.
         promised: requests that will get a place when their KV arrives, by engine.
-        pace_s: recent mean seconds from one free place to the next.
+        pace_s: recent mean seconds from one free place to the next, while requests wait.
     """
 
     def __init__(self, others: EngineOthers) -> None:
@@ -57,7 +57,7 @@ class Occupancy:
         self.detached: Counter[str] = Counter()
         self.promised: Counter[str] = Counter()
         self.pace_s = 1.0
-        self._freed_at: float | None = None
+        self._freed_at: float | None = None  # the last place, if it was waited for
         self._last_assigned: dict[str, int] = {}
         self._assigned = 0
         self._changes = 0
@@ -71,12 +71,12 @@ class Occupancy:
         self.in_flight[engine_id] += 1
         self._changed(engine_id)
 
-    def free(self, engine_id: str, now: float) -> None:
-        """A place is free again."""
+    def free(self, engine_id: str, now: float, *, waited_for: bool = False) -> None:
+        """A place is free again; ``waited_for``: whether requests wait for places."""
         self._less(self.in_flight, engine_id)
-        if self._freed_at is not None:
+        if self._freed_at is not None and waited_for:
             self.pace_s += _PACE_WEIGHT * (now - self._freed_at - self.pace_s)
-        self._freed_at = now
+        self._freed_at = now if waited_for else None
 
     def promise(self, engine_id: str) -> None:
         """A request will need a place."""

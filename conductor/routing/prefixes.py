@@ -130,6 +130,7 @@ class PrefixView:
         self._index = index
         self._registry = registry
         self._prompts: dict[int, NamedPrompt] = {}
+        self._expected: dict[int, dict[str, Expect]] = {}  # by request and engine
         self._plans: dict[str, PrefixPlan] = {}
         #: model → engines and report for which it is so, and how the first one names its blocks
         self._scopes: dict[str, tuple[list[Engine], IndexReport, PromptScope]] = {}
@@ -143,6 +144,7 @@ class PrefixView:
     def forget(self, number: int) -> None:
         """Discard a request's prompt, if any."""
         self._prompts.pop(number, None)
+        self._expected.pop(number, None)
 
     def keys(self, number: int, model: str) -> Words:
         """A chain value for each leading page of a request's prompt.
@@ -321,6 +323,13 @@ class PrefixView:
             packed = chains.astype("<u8").tobytes()
             expected = Expect(name, packed, int(from_s * 1e9), int(until_s * 1e9))
             self._index.expect(expected, present.table)
+            self._expected.setdefault(number, {})[engine_id] = expected
+
+    def unexpect(self, number: int, engine_id: str) -> None:
+        """An engine that was expected to have a request's prompt has failed to compute it."""
+        expected = self._expected.get(number, {}).pop(engine_id, None)
+        if expected is not None:
+            self._index.unexpect(expected)
 
 
 class _Lookup:

@@ -2,8 +2,9 @@
 
 A node is asked for pages chosen at random, and about pages that its events named. A page on which
 node and index differ is checked again: only if they still differ once all batches published up to
-that answer are applied, the index is wrong. Then the whole snapshot of the node is read again,
-unless the index only lacks pages and some were left out because it was full.
+that answer are applied, the index is wrong. Then the whole snapshot of the node is read again. If
+the index only lacks pages, and some, of whatever worker, were left out because it was full, that is
+done only when there is room, and not often.
 """
 
 import asyncio
@@ -27,6 +28,8 @@ from kvstore.protocol.page import KEY_BYTES
 AUDIT_S: Final = 30.0
 """Pause between two audits of all nodes."""
 SAMPLE_KEYS: Final = 1_024
+AGAIN_S: Final = 300.0
+"""Pause between two snapshots of a node because of pages that may have been left out."""
 _APPLIED_S_MAX: Final = 5.0
 """Maximum wait for the batches that an answer needs."""
 
@@ -85,8 +88,13 @@ class Auditor:
         self._results[follower.source.worker] = found
         if found.missing or found.stale:
             follower.faults.note("drift", f"{found.missing} pages missing, {found.stale} stale")
-            if found.stale or not follower.may_lack_pages:  # reading again would not help
+            if found.stale or not follower.may_lack_pages or self._have_room(follower):
                 follower.drifted()
+
+    def _have_room(self, follower: Follower[WorkerFeed]) -> bool:
+        """Whether pages that were left out could be there after another snapshot."""
+        age_s = asyncio.get_running_loop().time() - follower.snapshot_at
+        return follower.feed.has_room and age_s >= AGAIN_S
 
     async def _compared(self, follower: Follower[WorkerFeed]) -> AuditResult | None:
         """The result; None if the batches that an answer needs do not arrive."""

@@ -98,13 +98,23 @@ class Expect(msgspec.Struct, frozen=True, tag="expect"):
     until_ns: int
 
 
+class Unexpect(msgspec.Struct, frozen=True, tag="unexpect"):
+    """An expectation was wrong: it ends now.
+
+    Attributes:
+        expected: as it was sent.
+    """
+
+    expected: Expect
+
+
 class Aside(msgspec.Struct, frozen=True, tag="aside"):
     """A message that is not about the index, in either direction: it is passed on unread."""
 
     body: bytes
 
 
-Command = StartIndex | Follow | Unfollow | Expect | Aside
+Command = StartIndex | Follow | Unfollow | Expect | Unexpect | Aside
 
 
 class FollowedWorker(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,6 +16,8 @@ EXPECTED_MAX: Final = 262_144
 """Maximum expected pages, those that do not count yet included."""
 
 Chains = npt.NDArray[np.uint64]
+_Event = tuple[int, int, str, Chains, bool, int]
+"""When, number, worker, chains, whether they begin to count or end, and until when they do."""
 
 
 class ExpectedChange(NamedTuple):
@@ -37,8 +39,7 @@ class Expectations:
         self.refused = 0
         self._pages = 0
         self._numbers = count()
-        #: (when, number, worker, chains, begin, until): what happens next is first.
-        self._events: list[tuple[int, int, str, Chains, bool, int]] = []
+        self._events: list[_Event] = []  # what happens next is first
         #: worker → page → until when it is expected
         self._until: dict[str, dict[int, int]] = {}
 
@@ -81,6 +82,32 @@ class Expectations:
             if ended:
                 yield ExpectedChange(worker, np.array(ended, dtype=np.uint64), begin=False)
 
+    def withdraw(self, worker: str, chains: Chains, until_ns: int, now_ns: int) -> None:
+        """One expectation ends before its time; :meth:`due` tells of it. An unknown one is ignored.
+
+        Args:
+            worker: its worker.
+            chains: its pages, as they were added.
+            until_ns: until when they were expected.
+            now_ns: time.
+        """
+        mine = [one for one in self._events if _is_of(one, worker, chains, until_ns)][:1]
+        if not mine:
+            return
+        [(_, number, _, chains, begin, _)] = mine
+        self._events = [one for one in self._events if one[1] != number]
+        heapq.heapify(self._events)
+        if begin:
+            self._pages -= len(chains)
+            return
+        self._push(now_ns, worker, chains, now_ns, begin=False)
+        until = self._until[worker]
+        until.update(dict.fromkeys(chains.tolist(), now_ns))
+        for _, _, other, pages, begins, ends_ns in self._events:
+            if other == worker and not begins:
+                for page in pages[np.isin(pages, chains)].tolist():
+                    until[page] = max(ends_ns, until[page])
+
     def forget(self, worker: str) -> None:
         """Expect nothing of a worker any more; the caller drops its entries."""
         self._until.pop(worker, None)
@@ -104,3 +131,9 @@ class Expectations:
         }
         held = {(worker, page) for worker, until in self._until.items() for page in until}
         assert held <= ending
+
+
+def _is_of(event: _Event, worker: str, chains: Chains, until_ns: int) -> bool:
+    """Whether an event is of this expectation; the last of its chains may have been left out."""
+    _, _, of, kept, _, until = event
+    return of == worker and until == until_ns and np.array_equal(kept, chains[: len(kept)])

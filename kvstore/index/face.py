@@ -59,6 +59,10 @@ class PrefixIndex(Protocol):
         """A worker will probably have some pages, whose chain values are of this table."""
         ...
 
+    def unexpect(self, expected: Expect) -> None:
+        """It will not have them; ignored if it was never expected, or no longer is."""
+        ...
+
     async def run(self) -> None:
         """Follow until cancelled."""
         ...

@@ -24,6 +24,8 @@ EXPECTED: Final = "EXPECTED"
 """Medium of pages that a worker will probably have."""
 CHANGES_MAX: Final = 8_192
 """Changes that are gathered before they are applied."""
+_ROOMY: Final = 0.9
+"""A table that is filled up to this part has room for a node's pages."""
 _SWEEP_SLOTS: Final = 200_000
 """Slots that one step of cleaning up looks at: a millisecond."""
 
@@ -54,6 +56,11 @@ class PageFeeds:
         """Pages that were left out because something was full."""
         stats = self._writer.stats()
         return stats.left_out + stats.refused_holders + stats.lost
+
+    @property
+    def has_room(self) -> bool:
+        """Whether many more pages fit."""
+        return len(self._writer) <= _ROOMY * self._writer.layout.entries_max
 
     def feed(self, source: Source, blocks_max: int) -> "WorkerFeed":
         """A feed for one source; the worker has no other.
@@ -181,6 +188,11 @@ class WorkerFeed:
     def left_out(self) -> int:
         """Pages of all workers that were left out because something was full."""
         return self._feeds.left_out
+
+    @property
+    def has_room(self) -> bool:
+        """Whether many more pages fit into the table."""
+        return self._feeds.has_room
 
     @property
     def kind(self) -> str:

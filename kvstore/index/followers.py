@@ -75,6 +75,7 @@ class Follower(Generic[FeedT]):
         why: why they do not count; empty if they do.
         lag_s: time from the publication of the newest batch to its application.
         snapshots: snapshots that were read.
+        snapshot_at: time of the last one, on the loop's clock; 0 = none.
         resyncs: times that everything was read again because of a gap or an audit.
         has_snapshots: it follows a node, of a version that answers questions.
         sampled: some of the pages that the events of a node named.
@@ -93,6 +94,7 @@ class Follower(Generic[FeedT]):
         self.why = "not connected yet"
         self.lag_s = 0.0
         self.snapshots = 0
+        self.snapshot_at = 0.0
         self.resyncs = 0
         self.sequence = Sequence()
         self.feed = feed
@@ -102,7 +104,7 @@ class Follower(Generic[FeedT]):
         self._turn_ends = 0.0
         self.has_snapshots = source.is_node and source.replay_endpoint is not None
         self._left_out = 0  # when its snapshot began
-        self._counts_from = 0  # number of the batch after those that a snapshot needs
+        self._counts_from = 0  # number of the batch after those that tell whether all is right
         self._drifted = False
         self._applying = False
         self._applied = asyncio.Event()
@@ -181,6 +183,9 @@ class Follower(Generic[FeedT]):
             self.connected = True
             self.why = "its earlier batches are being read"
             await self._catch_up()
+            if source.replay_endpoint is None and self.sequence.known:
+                self._counts_from = self.sequence.next + 1
+                self.why = "it may have restarted, and has no replay: its next batch will tell"
             await self._listen(channel)
         finally:
             channel.close()
@@ -227,7 +232,7 @@ class Follower(Generic[FeedT]):
             await self._replay()
         except _ResyncNeededError:
             await self._resync()
-        if self.sequence.next < self._counts_from:
+        if self.has_snapshots and self.sequence.next < self._counts_from:
             self.sequence.forget()  # the publisher dropped them: another snapshot has them
             raise OSError("batches that its snapshot needs do not come")
 
@@ -319,6 +324,7 @@ class Follower(Generic[FeedT]):
             raise
         else:
             self.snapshots += 1
+            self.snapshot_at = asyncio.get_running_loop().time()
 
     async def _take(self, number: int, payload: bytes) -> bool:
         """Apply a batch according to the sequence; returns True if the publisher has restarted."""

@@ -29,6 +29,7 @@ from kvstore.index.control import (
     Report,
     Source,
     StartIndex,
+    Unexpect,
     Unfollow,
 )
 from kvstore.index.face import PresentIndex
@@ -124,6 +125,12 @@ class IndexProcess:
             self.faults.note("backlog", "it starts or does not read: expected pages are left out")
         else:
             life.send(expected)
+
+    def unexpect(self, expected: Expect) -> None:
+        """A worker will not have these pages; left out while the process does not read."""
+        life = self._life
+        if life is not None and life.reads:
+            life.send(Unexpect(expected))
 
     def aside(self, body: bytes) -> None:
         """Send the process a message that does not concern the index; dropped if it has ended."""

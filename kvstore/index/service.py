@@ -17,6 +17,7 @@ from kvstore.index.control import (
     IndexReport,
     IndexSettings,
     StartIndex,
+    Unexpect,
     Unfollow,
 )
 from kvstore.index.expected import Expectations
@@ -60,6 +61,9 @@ class IndexService:
             case Expect(worker, chains, from_ns, until_ns):
                 blocks = np.frombuffer(chains, dtype="<u8")
                 self._expected.add(worker, blocks, from_ns, until_ns)
+            case Unexpect(Expect(worker, chains, _, until_ns)):
+                blocks, now_ns = np.frombuffer(chains, dtype="<u8"), time.monotonic_ns()
+                self._expected.withdraw(worker, blocks, until_ns, now_ns)
             case StartIndex() | Aside():
                 raise AssertionError(f"{type(command).__name__} is not for the index")
 

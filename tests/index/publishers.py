@@ -61,13 +61,34 @@ class FakePublisher:
         self.silent = False
         self.endless = False
         self.stuck = False
-        self._pub = context.socket(zmq.XPUB)  # a PUB that hears of subscriptions
-        self._pub.set(zmq.XPUB_VERBOSE, 1)
+        self._context = context
+        self._pub = self._bound("tcp://127.0.0.1:*")
         self._router = context.socket(zmq.ROUTER)
-        self._pub.bind("tcp://127.0.0.1:*")
         self._router.bind("tcp://127.0.0.1:*")
         self.endpoint = self._pub.get_string(zmq.LAST_ENDPOINT)
         self.replay_endpoint = self._router.get_string(zmq.LAST_ENDPOINT)
+
+    def _bound(self, endpoint: str) -> zmq.asyncio.Socket:
+        pub = self._context.socket(zmq.XPUB)  # a PUB that hears of subscriptions
+        pub.set(zmq.XPUB_VERBOSE, 1)
+        try:
+            pub.bind(endpoint)
+        except zmq.ZMQError:
+            pub.close(linger=0)
+            raise
+        return pub
+
+    async def reconnected(self) -> None:
+        """Break the connections, and wait for the next subscription."""
+        self._pub.close(linger=0)
+
+        def bound() -> bool:
+            with contextlib.suppress(zmq.ZMQError):  # the port is not free yet
+                self._pub = self._bound(self.endpoint)
+            return not self._pub.closed
+
+        await eventually(bound)
+        await self.subscribed()
 
     async def answer(self) -> None:
         while True:

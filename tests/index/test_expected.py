@@ -62,6 +62,41 @@ def test_what_a_forgotten_worker_was_expected_to_have_never_comes_back():
     assert there == {("b", 1)}
 
 
+@given(st.lists(st.tuples(SPANS, st.integers(0, 45)), max_size=12))
+def test_what_is_withdrawn_counts_only_if_somebody_else_expects_it(spans):
+    expectations, there = Expectations(), set()
+    for (worker, pages, start, length), _ in spans:
+        expectations.add(worker, chains(*pages), start, start + length)
+    for now in range(45):
+        for (worker, pages, start, length), until in spans:
+            if until == now:
+                expectations.withdraw(worker, chains(*pages), start + length, now)
+                expectations.check()
+        applied(expectations, now, there)
+        expectations.check()
+        left = [  # of equal ones any may be withdrawn
+            one for one, until in spans if one[2] <= now < min(until, one[2] + one[3])
+        ]
+        same = {(one[0], tuple(one[1]), one[2] + one[3]) for one, _ in spans}
+        if len(same) == len(spans):
+            assert there == {(worker, page) for worker, pages, _, _ in left for page in pages}
+    assert len(expectations) == 0
+
+
+def test_what_was_left_out_for_room_is_withdrawn_with_the_rest(monkeypatch):
+    monkeypatch.setattr(expected, "EXPECTED_MAX", 3)
+    expectations, there = Expectations(), set()
+    expectations.add("a", chains(1), 0, 5)
+    expectations.add("a", chains(2, 3, 4), 0, 9)
+    applied(expectations, 0, there)
+    expectations.withdraw("a", chains(2, 3, 4), 9, 1)
+    expectations.withdraw("a", chains(2, 3, 4), 9, 1)
+    expectations.withdraw("b", chains(1), 5, 1)
+    expectations.withdraw("a", chains(7), 5, 1)
+    applied(expectations, 1, there)
+    assert (there, len(expectations)) == ({("a", 1)}, 1)
+
+
 def test_too_many_expected_pages_are_refused_tails_first(monkeypatch):
     monkeypatch.setattr(expected, "EXPECTED_MAX", 3)
     expectations, there = Expectations(), set()

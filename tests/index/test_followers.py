@@ -113,6 +113,37 @@ async def test_without_boot_ids_a_sequence_that_runs_backwards_drops_the_old_lif
         await eventually(lambda: it.prefix() == 1)
 
 
+@pytest.mark.parametrize("topic", [b"", b"vllm@x@boot"])
+@in_loop
+async def test_without_replay_what_was_known_counts_again_when_the_next_batch_fits(
+    topic: bytes,
+) -> None:
+    """Who is there after the connection broke may be another life, which has nothing."""
+    async with with_fake(topic=topic) as (it, publisher):
+        await it.follow(publisher.endpoint, None)
+        await publisher.subscribed()
+        for number in range(3):
+            await publisher.send(number, stored(KEYS[number : number + 1]))
+        await eventually(lambda: it.prefix() == 3)
+        await publisher.reconnected()
+        await eventually(lambda: it.node.connected)
+        assert (it.prefix(), it.node.current) == (0, False)
+        verified_at = asyncio.get_running_loop().time() + 0.2  # nothing can be asked for
+        await eventually(lambda: asyncio.get_running_loop().time() > verified_at)
+        assert (it.prefix(), it.node.connected) == (0, True)
+        assert "may have restarted" in it.node.why
+        await publisher.send(3, stored(KEYS[3:4]))
+        await eventually(lambda: it.prefix() == 4, "it is the same life")
+        await publisher.reconnected()
+        await eventually(lambda: it.node.connected)
+        await publisher.send(0, stored(KEYS[:1]))
+        await eventually(lambda: it.prefix() == 1, "another one")
+        await publisher.reconnected()
+        await publisher.send(7, stored(KEYS[:2]))
+        await eventually(lambda: it.prefix() == 2, "something was missed")
+        assert it.node.current
+
+
 @in_loop
 async def test_without_boot_ids_a_silent_restart_is_seen_by_its_last_batch() -> None:
     async with with_fake(topic=b"kv-events") as (it, publisher):

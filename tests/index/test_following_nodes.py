@@ -34,9 +34,9 @@ PAGES = 8
 
 
 @asynccontextmanager
-async def following(*sources: Source) -> AsyncIterator[LocalIndex]:
+async def following(*sources: Source, entries_max: int = 4096) -> AsyncIterator[LocalIndex]:
     bounds = SourceBounds(replay_s=5.0, verify_s=0.2, foreign_blocks=1000)
-    index = LocalIndex(IndexSettings(4096, bounds))
+    index = LocalIndex(IndexSettings(entries_max, bounds))
     running = asyncio.create_task(index.run())
     try:
         async with asyncio.timeout(50):
@@ -136,6 +136,41 @@ async def test_an_audit_finds_what_is_wrong_and_everything_is_read_again(
             assert prefix(index, label, keys) == PAGES
             assert prefix(index, label, absent) == 0
             assert state(index).snapshots == 2
+
+
+@in_loop
+async def test_pages_that_had_no_room_are_read_again_when_there_is_some_but_not_all_the_time(
+    own_daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = Source(worker="node/o", domain="node/o", endpoint="tcp://127.0.0.1:1")
+    async with following(source(own_daemon), entries_max=PAGES) as index:
+        await eventually(lambda: state(index).current)
+        feeds = index._service._pages
+        full = feeds.feed(other, 1)
+        listing = PrefixKeys(bytes(range(256)) * PAGES)
+        full.add("ab" * 32, "cd" * 32, "CPU", listing.packed[: 32 * PAGES])
+        full.flush()
+        assert len(feeds) == PAGES
+        with own_daemon.connect() as store:
+            space = open_space(store)
+            label = space.identity.digest.hex()
+            keys = new_keys(space, PAGES // 2)
+            space.put(keys, content(PAGES // 2, space.page_bytes[0]))
+            await eventually(lambda: feeds.left_out > 0)
+            audited = index._service._auditor.audit
+            monkeypatch.setattr("kvstore.index.audit.AGAIN_S", 0.0)
+            await audited(follower(index))
+            assert state(index).missing > 0
+            assert (prefix(index, label, keys), state(index).current) == (0, True), "it is full"
+            full.end()
+            await eventually(lambda: not len(feeds))
+            monkeypatch.setattr("kvstore.index.audit.AGAIN_S", 600.0)
+            await audited(follower(index))
+            assert state(index).current, "its snapshot was read a moment ago"
+            monkeypatch.setattr("kvstore.index.audit.AGAIN_S", 0.0)
+            await audited(follower(index))
+            await eventually(lambda: state(index).current and state(index).resyncs == 1)
+            assert prefix(index, label, keys) == PAGES // 2
 
 
 def _event(index: LocalIndex, space: str, key: bytes) -> dict[str, object]:

@@ -93,6 +93,42 @@ async def test_a_client_that_does_not_read_is_given_up() -> None:
             await engine.stop()
 
 
+@pytest.mark.parametrize("reads", ["at once", "slowly"])
+@in_loop
+async def test_nothing_is_learned_of_an_engine_from_a_client_that_reads_slowly(reads: str) -> None:
+    loop = asyncio.get_running_loop()
+    engine = FakeEngine("e", "mixed", hardware="cpu", shape="reference-tiny")
+    engine.like_openai = True
+    async with serving(engine) as client:
+        if reads == "slowly":
+            engine.id, engine.tokens = "x" * (1 << 18), 64  # more than sockets hold
+        body = {"model": "m", "prompt": list(range(9)), "stream": True}
+        async with client.session.post(f"{client.url}/v1/completions", json=body) as answer:
+            async for _ in answer.content.iter_chunked(1 << 20):
+                until = loop.time() + (0.1 if reads == "slowly" else 0.0)
+                await eventually(lambda: loop.time() > until)  # noqa: B023
+        await eventually(lambda: client.conductor.proxy.active == 0)
+        dispatcher = client.conductor.proxy._parts.dispatcher
+        [info] = [one.info for one in client.conductor.registry]
+        assert dispatcher.loads.costs(info).step_fit.count == (reads == "at once")
+        assert dispatcher.admission.lengths.gauges()["output_tokens_bias"], "its length is known"
+
+
+@in_loop
+async def test_a_deadline_knows_how_long_was_waited_for_what() -> None:
+    loop = asyncio.get_running_loop()
+    async with IdleDeadline() as idle:
+        idle.wait("long", 60.0)
+        until = loop.time() + 0.05
+        await eventually(lambda: loop.time() > until)
+        idle.wait("short", 60.0)
+        idle.wait("long", 60.0)
+        until = loop.time() + 0.05
+        await eventually(lambda: loop.time() > until)
+    assert idle.waited_s["long"] > 0.1
+    assert idle.waited_s["short"] < 0.05
+
+
 @in_loop
 async def test_a_deadline_passes_when_it_was_not_moved_and_not_before() -> None:
     clock, pieces = Clock(), 0

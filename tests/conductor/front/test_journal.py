@@ -16,6 +16,7 @@ from conductor.routing.journal import (
     ClosedInput,
     EnginesInput,
     FailedInput,
+    ForgottenInput,
     LearnInput,
     OthersInput,
     Stepped,
@@ -103,7 +104,7 @@ def test_a_journal_of_a_live_run_decides_the_same_again(
     decided = [one for one in lines if isinstance(one, Stepped) and one.effects]
     assert len(decided) >= 10
     kinds = {type(one) for one in lines}
-    assert {EnginesInput, FailedInput, ClosedInput} <= kinds
+    assert {EnginesInput, FailedInput, ForgottenInput, ClosedInput} <= kinds
     assert (LearnInput in kinds) == (POLICIES[policy].needs_prefixes)
     assert (UntoldInput in kinds) == (kind == "mixed")
     assert replay(head, lines) == []

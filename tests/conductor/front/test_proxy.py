@@ -329,6 +329,8 @@ async def test_a_client_that_leaves_the_queue_takes_no_engine() -> None:
         (b'{"model": "m", "prompt": []}', "prompt"),
         (b'{"model": 1, "prompt": "x"}', "model"),
         (b'{"model": "m", "prompt": "x", "max_tokens": 0}', "max_tokens"),
+        (b'{"model": "m", "prompt": [1], "max_tokens": 9223372036854775808}', "max_tokens"),
+        (b'{"model": "m", "prompt": [1], "max_tokens": ' + b"9" * 4_300 + b"}", "max_tokens"),
         (b'{"model": "m", "prompt": "x", "stream": "yes"}', "stream"),
         (b'{"model": "m", "prompt": "x", "n": 2}', "n"),
         (b'{"model": "m", "prompt": "x", "kv_transfer_params": {}}', "kv_transfer_params"),

@@ -173,6 +173,69 @@ def test_who_waited_too_long_is_refused_and_who_failed_at_an_engine_is_not() -> 
     assert (counts["slow", "admitted"], counts["slow", "late"]) == (2, 1)
 
 
+def served(case: Case, now: float, seconds: tuple[float, float]) -> float | None:
+    """Serve one request if it is admitted: when it has ended; ``seconds``: prompt, decode step."""
+    effects = case.arrive(now, tokens=500)
+    if refusals(effects):
+        return None
+    [assign] = effects
+    case.dispatcher.began(assign.request, now + seconds[0])
+    ends_at = now + sum(seconds) + 98 * seconds[1]
+    case.dispatcher.ended(assign.request, 100, ends_at)
+    case.dispatcher.left(assign.request, ends_at)
+    return ends_at
+
+
+@pytest.mark.parametrize(
+    ("mode", "seconds"),
+    [("load", (0.3, 0.3)), ("prediction", (0.3, 0.3)), ("prediction", (6.0, 0.05))],
+)
+def test_what_a_slow_time_has_taught_is_forgotten_when_engines_are_quick_again(
+    mode: str, seconds: tuple[float, float]
+) -> None:
+    info = engine("m", "mixed", 64)
+    case = Case(mode, [info], classes=[FAST])
+    now = 0.0
+    for _ in range(100):
+        ended = served(case, now, seconds)
+        if ended is None:
+            break
+        now = ended + 1.0
+    assert refusals(case.arrive(now, tokens=500)), "it is too slow"
+    steps = case.dispatcher.loads.step_s(info)
+    admitted = []
+    for _ in range(400):
+        now += 1.0
+        ended = served(case, now, (0.2, 0.02))
+        admitted.append(ended is not None)
+        now = now if ended is None else ended
+    assert not any(admitted[:7]), "only one who comes when nobody else was served for a while"
+    assert all(admitted[-100:])
+    assert case.dispatcher.loads.step_s(info) < max(steps / 2, 0.05)
+    counts = case.dispatcher.admission.gauges()["admission"]
+    assert 0 < counts["fast", "probe"] < 60
+
+
+def test_one_who_is_let_through_to_measure_is_not_refused_later_and_none_comes_beside_it() -> None:
+    case = Case(engines=[engine("m", "mixed", 64)], classes=[FAST], policy="cache-global")
+    [first] = case.arrive(tokens=100_000)
+    assert isinstance(first, Assign), "nobody else was admitted before"
+    judged = case.dispatcher.admission.judgement(1)
+    assert (judged.refused, judged.probe) == ("", True)
+    assert judged.ttft_s is not None
+    assert judged.ttft_s > FAST.ttft_s
+    assert refusals(case.arrive(60.0, tokens=100_000)), "the first one is still there"
+    case.dispatcher.left(1, 60.0)
+    assert refusals(case.arrive(60.0 + 9.0, tokens=100_000)), "it has hardly gone"
+    assert not refusals(case.arrive(60.0 + 11.0, tokens=100_000))
+    waits = Case(engines=[engine("m", "mixed", 1)], classes=[FAST])
+    waits.arrive(tokens=100)
+    waits.dispatcher.detach(1, "m")
+    waits.dispatcher.left(1, 0.0)
+    assert not waits.arrive(20.0, tokens=100_000), "no place is free, so it waits"
+    assert not waits.step(30.0), "late as it is"
+
+
 def test_each_request_is_counted_once() -> None:
     case = Case(engines=[engine("m", "mixed", 1)], classes=[ServiceClass(ttft_s=1e4)])
     case.arrive(tokens=100)
@@ -229,10 +292,50 @@ def test_a_tenant_gets_back_what_an_engine_that_failed_was_to_give_it() -> None:
     [assign] = case.step(0.0)
     assert (assign.request, got["unlucky"]) == (1, once), "charged for one try"
     case.dispatcher.left(1, 0.0)
-    assert got["unlucky"] == once, "a client that goes was served"
+    assert got["unlucky"] == pytest.approx(1_000), "its prompt is computed, but for no answer"
+    case.dispatcher.admission._shares.charge("unlucky", once - 1_000, 0.0)
     case.arrive(0.0, tokens=1_000, tenant="unlucky")
     case.dispatcher.failed(2, "m", "cut", HALF_S)
     assert got["unlucky"] == pytest.approx(once, rel=1e-6), "of what is left of it"
+
+
+@pytest.mark.parametrize("how", ["ends", "leaves"])
+def test_a_tenant_that_leaves_before_the_end_is_charged_for_what_was_generated(how: str) -> None:
+    case = Case("none", [engine("m", "mixed", 64)], "least-loaded", fair=True)
+    dispatcher = case.dispatcher
+    step_s = dispatcher.loads.step_s(engine("m", "mixed", 64))
+    ends: list[tuple[float, int, int]] = []
+    for second in range(120):
+        now = float(second)
+        for at, number, tokens in [one for one in ends if one[0] <= now]:
+            if how == "ends" or tokens == 200:
+                dispatcher.ended(number, tokens, at)
+            dispatcher.left(number, at)
+            ends.remove((at, number, tokens))
+        for tenant, tokens in (("greedy", 4_000), ("honest", 200)):
+            case.arrive(now, 100, tenant=tenant)
+            dispatcher.began(case.number, now)
+            ends.append((now + tokens * step_s, case.number, tokens))
+    levels = dispatcher.admission.levels()
+    assert levels.keys() == {"greedy"}
+    assert levels["greedy"] >= 2
+
+
+def test_who_leaves_at_once_is_charged_for_no_answer() -> None:
+    case = Case("none", [engine("m", "mixed", 3)], "least-loaded", fair=True)
+    got = case.dispatcher.admission._shares._got
+    for tenant in ("before its first token", "after it", "as nobody reports it"):
+        case.arrive(10.0, 1_000, tenant=tenant)
+        assert got[tenant] > 2_000 * 2 ** (10 / HALF_S)
+    case.dispatcher.began(2, 10.0)
+    case.dispatcher.loads.untold(3, "m")
+    for number in (1, 2):
+        case.dispatcher.left(number, 10.0)
+    case.dispatcher.left(3, 10.0 + 1e4)  # for as long as it liked
+    assert got["before its first token"] == pytest.approx(1_000 * 2 ** (10 / HALF_S))
+    assert got["after it"] == pytest.approx(1_000 * 2 ** (10 / HALF_S))
+    assert got["as nobody reports it"] > 2_000 * 2 ** (10 / HALF_S), "at most what was expected"
+    assert case.dispatcher.admission.lengths.gauges()["output_tokens_bias"] == {}
 
 
 @pytest.mark.parametrize("said", [-5_000_000, -(10**400), 10**400])

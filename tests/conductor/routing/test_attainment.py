@@ -52,6 +52,17 @@ def test_models_are_counted_apart_and_forgotten_with_their_engines() -> None:
     assert (attained.part("a", 0.0, 6.0, 1), attained.part("b", 0.0, 6.0, 1)) == (1.0, None)
 
 
+def test_of_an_answer_that_was_read_slowly_only_a_late_first_token_counts() -> None:
+    attained = Attainment(TARGETS)
+    for number in range(2):
+        attained.came("m", number, 0.0)
+        attained.assigned(number)
+        attained.began(number, 1.0 + 5.0 * number)
+        attained.ended(number, 100, 90.0, read_slowly=True)
+    assert attained.part("m", 0.0, 90.0, 1) == 0.0
+    assert attained.part("m", 0.0, 90.0, 2) is None
+
+
 def test_an_answer_that_is_not_streamed_counts_for_nothing() -> None:
     attained = Attainment(TARGETS)
     attained.came("m", 1, 0.0)

@@ -104,6 +104,27 @@ def test_clients_are_told_to_come_back_as_fast_as_requests_end() -> None:
     assert dispatcher.retry_after_s == 3
 
 
+def test_how_fast_requests_end_is_not_learned_while_nobody_waits() -> None:
+    registry = EngineRegistry()
+    registry.register(info("e", "mixed", 2), 0.0)
+    limits = DispatchLimits(20, 1e9, 1)
+    dispatcher = Dispatcher(registry, Scheduler(POLICIES["least-loaded"]), limits)
+    now, number = 0.0, 0
+    for _ in range(50):
+        arrive(dispatcher, number := number + 1, now=now)
+        dispatcher.left(number, now + 1.0)
+        now += 3_600.0
+    arrive(dispatcher, number + 1, number + 2, number + 3, number + 4, number + 5, now=now)
+    assert dispatcher.retry_after_s == 3
+    for one in range(number + 1, number + 4):
+        now += 2.0
+        dispatcher.left(one, now)
+        dispatcher.step(now)
+    arrive(dispatcher, *range(number + 6, number + 16), now=now)
+    assert dispatcher.retry_after_s == 12, "the two intervals at whose ends somebody waited"
+    dispatcher.check()
+
+
 def test_a_request_whose_client_has_gone_gets_nothing() -> None:
     dispatcher = dispatcher_over(info("e", "mixed"))
     arrive(dispatcher, 1, 2, 3)

@@ -3,7 +3,8 @@
 One thing is different on purpose: a pair takes its place at the decode engine when its KV arrives
 there, not when it is assigned. A protocol that asks both engines at once takes both places at once,
 as that queue did, so with such a protocol all decisions are equal, with all their numbers. In turn,
-they are equal where no decode engine is ever full or dies.
+they are equal where no decode engine is ever full or dies. ``Retry-After`` differs, too: that queue
+took idle times for its pace.
 """
 
 import json
@@ -99,8 +100,7 @@ def recorded(load: str, policy: str) -> list[str]:
 
 
 def without_advice(log: list[str]) -> list[str]:
-    """The log without ``Retry-After``: places that are not taken are not given back, so they do not
-    count in the time between completions."""
+    """The log without ``Retry-After``."""
     return [re.sub(r"( [a-z]+_[a-z]+ .*) \d+$", r"\1", line) for line in log]
 
 
@@ -108,7 +108,8 @@ def without_advice(log: list[str]) -> list[str]:
 @pytest.mark.parametrize("name", LOADS)
 def test_engines_asked_at_once_are_chosen_as_they_were_recorded(name: str, policy: str):
     load = SeededLoad(LOADS[name], f"{name}/{policy}")
-    assert load.run(Simulated(load, policy)) == recorded(name, policy)
+    log = load.run(Simulated(load, policy))
+    assert without_advice(log) == without_advice(recorded(name, policy))
 
 
 @pytest.mark.parametrize("policy", RECORDED_POLICIES)
