@@ -38,7 +38,7 @@ from kvstore.state.tree.sessions import Fetch, Lease, Process, Put, Session
 from kvstore.state.tree.slots import SlotTable
 
 EXPIRE_MAX = 128
-"""Maximum deadlines of pages that one turn applies."""
+"""Maximum pages whose deadlines one turn applies; those that leave with them count too."""
 
 
 class PageTable:
@@ -300,12 +300,12 @@ class PageTable:
             self.ahead.end(process, put_id, writing=writing)
             return
         assert len(put.keys) == len(put.slots) > 0
-        first = self.residents.owners.get(put.slots[0])
+        first, looked = self.residents.owners.get(put.slots[0]), 0
         for slot in reversed(put.slots):
             node = self.residents.owners.get(slot)
             if node is not None:
                 self.residents.drop_writing(node, put.shard)
-                self.residents.drop_below(node, put.shard, "head_lost")
+                looked += self.residents.drop_below(node, put.shard, "head_lost", looked)
                 self.residents.tidy(node)
         if first is not None:
             self.story.tell("lost" if writing else "aborted", first, put.shard, len(put.slots))
@@ -376,7 +376,9 @@ class PageTable:
             if left <= 0:
                 break
         for node, shard in self._deadlines.pages_due(now_ns, left):
-            self.residents.drop(node, shard, "expired")
+            left -= self.residents.drop(node, shard, "expired")
+            if left <= 0:
+                break
         if self.keeping.is_used:
             self.keeping.expire(now_ns)
         return 0 < self.next_deadline_ns() <= now_ns

@@ -172,33 +172,40 @@ class Residents:
 
     # ---- leaving ----------------------------------------------------------------------------
 
-    def drop(self, node: PrefixNode, shard: int, cause: str) -> None:
-        """Drop the READY pages of a node, and their descendants."""
+    def drop(self, node: PrefixNode, shard: int, cause: str) -> int:
+        """Drop the READY pages of a node, and their descendants; how many were looked at."""
         if not node.ready >> shard & 1:
-            return
+            return 0
         self.ghosts.head = node.key
-        self.drop_below(node, shard, cause)
+        looked = node.count + self.drop_below(node, shard, cause)
         self.ghosts.head = PrefixKey(b"")
         self._drop_ready(node, shard, cause)
         assert not node.present >> shard & 1, node
         self.tidy(node)
+        return looked
 
-    def drop_below(self, node: PrefixNode, shard: int, cause: str) -> None:
+    def drop_below(self, node: PrefixNode, shard: int, cause: str, looked: int = 0) -> int:
         """Drop the descendants of ``node``, which no lookup can reach without it.
 
-        If there are many, :meth:`drop_orphans` drops them over several turns.
+        If there are many, :meth:`drop_orphans` drops them over several turns. ``looked``: pages
+        that this turn has looked at before.
+
+        Returns:
+            how many descendants were looked at.
         """
         assert is_live(node), node
         if node.space.shards[shard].window_pages:
-            return
-        found = subtree(node, most=DROP_AT_ONCE)
-        if len(found) > DROP_AT_ONCE:
+            return 0
+        most = max(1, DROP_AT_ONCE - looked)
+        found = subtree(node, most=most)
+        if len(found) > most:
             node.space.holes[node] = node.space.holes.get(node, 0) | 1 << shard
             self.story.tell("hole", node, shard)
             self.orphans.append(Orphans(node, shard, cause, tails_first(node, shard)))
-            return
-        for below in reversed(found[1:]):
-            self._drop_orphan(below, shard, cause)
+        else:
+            for below in reversed(found[1:]):
+                self._drop_orphan(below, shard, cause)
+        return len(found) - 1
 
     def _drop_orphan(self, node: PrefixNode, shard: int, cause: str) -> None:
         """Drop a leaf, whatever its state."""
