@@ -347,10 +347,14 @@ class Residents:
             self.drop(node, shard, "evicted")
         assert not node.memory >> shard & 1, node
 
-    def vacate(self, position: int, pages_max: int) -> bool:
-        """Evict READY pages of an extent, even used ones; returns whether all are evicted."""
+    def vacate(self, position: int, pages_max: int) -> int:
+        """Evict READY pages of an extent, even used ones, until ``pages_max`` were looked at.
+
+        Returns:
+            how many were, with those that left with them; fewer: all are evicted.
+        """
         assert self.slots.extents[position].retiring, "new pages would come"
-        left = pages_max
+        looked = 0
         for slot in self.slots.slots_in_use(position):
             owner = self.owners.get(slot)
             if owner is None:
@@ -358,15 +362,15 @@ class Residents:
             shard = next(at for at, mine in owner.slots.items() if mine == slot)
             if not owner.ready >> shard & 1:
                 continue  # it leaves once its writer is done
-            if not left:
-                return False
-            left -= 1
+            if looked >= pages_max:
+                break
             if owner.on_disk >> shard & 1:
+                looked += 1
                 self._release_memory(owner, shard)
                 self.tidy(owner)
             else:
-                self.drop(owner, shard, "retired")
-        return True
+                looked += self.drop(owner, shard, "retired")
+        return looked
 
     def needs_space(self, space: PrefixTree) -> bool:
         """Whether pages, limits or jobs still refer to this empty space."""
