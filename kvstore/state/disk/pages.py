@@ -146,10 +146,16 @@ class DiskPages:
         """Whether writes fail, or a sync failed and its segment still exists."""
         return self.degraded or (self._sync_failed and self.log.is_failing)
 
-    def stored(self, nodes: Iterable[PrefixNode], shard: int) -> None:
-        """Pages became READY in memory."""
+    def stored(
+        self, nodes: Iterable[PrefixNode], keys_of: Iterable[list[PrefixKey]], shard: int
+    ) -> None:
+        """Pages became READY in memory: these keys of each node, which may be split by now."""
         through = self.rules.write is WritePolicy.THROUGH
-        wanted = [node for node in nodes if through or node.disk_pins]
+        wanted: list[PrefixNode] = []
+        for node, keys in zip(nodes, keys_of, strict=True):
+            if through or node.disk_pins:
+                alone = node.space.shards[shard].window_pages  # else its head is written with it
+                wanted += _parts(node, len(keys)) if alone else [node]
         for node in wanted:
             assert node.ready >> shard & 1, node
             self._backlog.add(node, shard)
@@ -499,6 +505,18 @@ def no_disk(memory: PageMemory) -> DiskPages:
 def _names(pages: Iterable[tuple[PrefixNode, int]]) -> deque[tuple[PrefixTree, int, PrefixKey]]:
     """Space, shard and key of all pages of some nodes."""
     return deque((node.space, shard, key) for node, shard in pages for key in node.key_list())
+
+
+def _parts(node: PrefixNode, pages: int) -> list[PrefixNode]:
+    """The nodes of the ``pages`` pages that were one node, which keeps the last of them."""
+    found, left = [node], pages - node.count
+    while left > 0:
+        above = found[-1].above
+        assert above is not None, node
+        found.append(above)
+        left -= above.count
+    assert not left, node
+    return found[::-1]
 
 
 def _is_in_slot(job: DiskWrite, of: RecordOf) -> bool:

@@ -281,7 +281,7 @@ class PageTable:
             self.eviction.stored(node, keys, put.space.shards[put.shard].slot_bytes, tick)
             self.residents.add_candidate(node)
         if self.disk.exists:
-            self.disk.stored(stored, put.shard)
+            self.disk.stored(stored, keys_of, put.shard)
         if self.keeping.is_used:
             self.keeping.stored(stored)
         if self.disk.effects:
