@@ -1,14 +1,16 @@
 """Goal: a head that leaves is a miss at once, and whatever follows it leaves in turns, unseen."""
 
 from random import Random
+from typing import Any
 
 import pytest
 
 from kvstore.protocol.page import PrefixKey
 from kvstore.state.table import residents
 from kvstore.state.table.invariants import check
+from kvstore.state.table.orphans import tails_first
 from kvstore.state.tree.actions import PageStatus, Removed
-from kvstore.state.tree.node import Retention
+from kvstore.state.tree.node import PrefixNode, Retention
 from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.testing.simulation import Simulation
 from tests.state.world import FULL, FULL_2, World, chain, key
@@ -240,3 +242,26 @@ def test_what_follows_the_pages_of_a_put_that_is_given_up_leaves_in_turns():
         left.append(len(world.removed("head_lost")))
     assert max(left) <= 64
     assert not space.nodes
+
+
+def test_the_first_step_behind_a_page_with_many_children_looks_at_few_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    world = World(extents=64, slots_each=64)
+    engine = world.process()
+    space = world.space(engine)
+    for number in range(1000):
+        world.store(engine, space, "a" + chr(0x4E00 + number))
+    looks = [0]
+    present: Any = PrefixNode.__dict__["present"]
+
+    def looked(node: PrefixNode) -> int:
+        looks[0] += 1
+        found: int = present.__get__(node)
+        return found
+
+    monkeypatch.setattr(PrefixNode, "present", property(looked, present.__set__))
+
+    walk = tails_first(space.nodes[key("a")], 0)
+    next(walk)
+    assert looks[0] <= 10
