@@ -31,6 +31,9 @@ are leaves no more, that go with each that comes: so that no choice has to pass 
 LOOKS_MAX = 1024
 """Entries of leaves that have changed since that all choices of one tick pass over at most, beside
 :data:`MOVES_MAX` of each choice."""
+COST_MAX: Final = 40
+"""Half octaves of seconds: a page that takes less than a microsecond, or more than ten days, counts
+as one that takes so long. Engines report the time, and each cost has cells of its own."""
 CELLS_EMPTY_MAX: Final = 256
 """Cells that have no leaf at present, and stay; each has a list."""
 Cell = tuple[Kind, int, int]
@@ -396,7 +399,8 @@ class HighestReuse:
         self._sequence += 1
         seconds = node.space.prefill_s_per_token * node.space.identity.page_tokens
         if seconds > 0:
-            self._usual_cost = round(2 * math.log2(seconds))
+            cost = round(2 * math.log2(seconds))
+            self._usual_cost = max(-COST_MAX, min(cost, COST_MAX))
         age_bin = self._reuse.bin_of(tick - node.access)
         cell = self._reuse.kind(node), age_bin, self._usual_cost
         self._put(cell, (node.access, self._sequence, node))

@@ -12,6 +12,7 @@ from kvstore.protocol.errors import InvalidArgument
 from kvstore.protocol.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.choice.eviction import FORGOTTEN_MAX
 from kvstore.state.choice.policy import (
+    COST_MAX,
     MOVES_MAX,
     MOVES_TICK_MAX,
     POLICIES,
@@ -27,7 +28,7 @@ from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.nodeheap import NodeHeap, NodeLine
 from kvstore.state.tree.prefix_tree import PrefixTree, Shard
 from kvstore.state.tree.sessions import Peer, Process, Session
-from kvstore.state.tree.slots import SlotTable
+from kvstore.state.tree.slots import Slot, SlotTable
 from tests.state.world import PAGE, World, hold, key
 
 PROMPTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), max_size=60)
@@ -424,3 +425,14 @@ def test_first_entries_of_leaves_that_were_continued_go_with_those_that_come(mon
     pops.clear()
     assert world.table.eviction.victim(space, PAGE) is not None
     assert len(pops) <= 8
+
+
+def test_times_that_engines_report_make_a_limited_number_of_cells():
+    policy = HighestReuse(SLOT_BYTES)
+    for number in range(200):
+        space = a_space(number, prefill_s_per_token=10.0 ** (number - 190))
+        node = space.node(key("a"), PrefixKey(b""))
+        node.begin(0, Slot(0))
+        policy.add_candidate(node, 1)
+
+    assert len(policy._cells) <= 2 * COST_MAX + 1
