@@ -16,13 +16,14 @@ disk; whoever put it durably is told after the next sync that began later.
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Final
 
 from kvstore.protocol.counts import RecordCounts, SsdCounts
 from kvstore.protocol.errors import CapacityError, DurabilityUnavailable, KVStoreError, PageCorrupt
 from kvstore.protocol.page import PrefixKey
 from kvstore.state.choice.admission import Admission
-from kvstore.state.disk.backlog import Backlog
+from kvstore.state.disk.backlog import Backlog, stored_nodes
 from kvstore.state.disk.checks import CheckRun, DiskChecks
 from kvstore.state.disk.durability import are_there, never_on_disk
 from kvstore.state.disk.graves import Graves
@@ -151,11 +152,9 @@ class DiskPages:
     ) -> None:
         """Pages became READY in memory: these keys of each node, which may be split by now."""
         through = self.rules.write is WritePolicy.THROUGH
-        wanted: list[PrefixNode] = []
-        for node, keys in zip(nodes, keys_of, strict=True):
-            if through or node.disk_pins:
-                alone = node.space.shards[shard].window_pages  # else its head is written with it
-                wanted += _parts(node, len(keys)) if alone else [node]
+        pairs = zip(nodes, keys_of, strict=True)
+        parts = [stored_nodes(*one, shard) for one in pairs if through or one[0].disk_pins]
+        wanted = list(chain.from_iterable(parts))
         for node in wanted:
             assert node.ready >> shard & 1, node
             self._backlog.add(node, shard)
@@ -505,18 +504,6 @@ def no_disk(memory: PageMemory) -> DiskPages:
 def _names(pages: Iterable[tuple[PrefixNode, int]]) -> deque[tuple[PrefixTree, int, PrefixKey]]:
     """Space, shard and key of all pages of some nodes."""
     return deque((node.space, shard, key) for node, shard in pages for key in node.key_list())
-
-
-def _parts(node: PrefixNode, pages: int) -> list[PrefixNode]:
-    """The nodes of the ``pages`` pages that were one node, which keeps the last of them."""
-    found, left = [node], pages - node.count
-    while left > 0:
-        above = found[-1].above
-        assert above is not None, node
-        found.append(above)
-        left -= above.count
-    assert not left, node
-    return found[::-1]
 
 
 def _is_in_slot(job: DiskWrite, of: RecordOf) -> bool:

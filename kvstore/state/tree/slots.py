@@ -25,6 +25,7 @@ from functools import partial
 from typing import Final, NamedTuple, NewType
 
 from kvstore.protocol.counts import HostSizes
+from kvstore.state.tree.coldest import ColdestExtents, empty_of_others, is_empty
 
 Slot = NewType("Slot", int)
 """``extent position << 20 | index within the extent``."""
@@ -145,22 +146,6 @@ class Replacement(NamedTuple):
     in_use: bool
 
 
-class Coldest(NamedTuple):
-    """The least recently used extent of all classes but one, until something else may be.
-
-    Attributes:
-        owners_changed: see :class:`SlotTable`, when it was looked for.
-        staying: extents that were left out.
-        used_at: its own then.
-        position: None = there is none.
-    """
-
-    owners_changed: int
-    staying: Set[int]
-    used_at: int
-    position: int | None
-
-
 class SlotTable:
     """All slots of one tier of one node.
 
@@ -186,10 +171,7 @@ class SlotTable:
         self._open: dict[tuple[str, int], list[int]] = {}
         #: All positions of assigned extents whose slots are all FREE (and, lazily, some others).
         self._empty: set[int] = set()
-        #: How often an extent got another class, or was left to its own.
-        self._owners_changed = 0
-        #: For each class that has asked.
-        self._coldest: dict[tuple[str, int], Coldest] = {}
+        self._coldest = ColdestExtents()
 
     def provide(self, count: int) -> list[int]:
         """Start to use ``count`` withheld extents; returns their numbers."""
@@ -326,7 +308,7 @@ class SlotTable:
         if len(extent.free) == extent.count:
             return True
         extent.draining = False
-        self._owners_changed += 1
+        self._coldest.changes += 1
         if extent.free and not extent.retiring:
             self._reopen(position)
         return False
@@ -419,30 +401,7 @@ class SlotTable:
         """
         if len(self._open) < 2:
             return None
-        known = self._coldest.get((domain, slot_bytes))
-        if known is None or known.staying != staying or not self._is_still(known):
-            known = self._coldest[domain, slot_bytes] = self._scan(domain, slot_bytes, staying)
-        return known.position if known.used_at < tick else None
-
-    def _is_still(self, known: Coldest) -> bool:
-        """Whether a scan would find the same: meanwhile the others can only have been used."""
-        if known.owners_changed != self._owners_changed:
-            return False
-        extent = self.extents[known.position] if known.position is not None else None
-        return extent is None or (extent.used_at == known.used_at and not extent.closed)
-
-    def _scan(self, domain: str, slot_bytes: int, staying: Set[int]) -> Coldest:
-        """Look at all extents."""
-        candidates = [
-            (extent.used_at, position)
-            for position, extent in enumerate(self.extents)
-            if extent.domain is not None
-            and not extent.closed
-            and extent.class_of != (domain, slot_bytes)
-            and position not in staying
-        ]
-        used_at, position = min(candidates) if candidates else (0, None)
-        return Coldest(self._owners_changed, staying, used_at, position)
+        return self._coldest.find(self.extents, (domain, slot_bytes), tick, staying)
 
     def slots_in_use(self, position: int) -> list[Slot]:
         """All slots of one extent that are not FREE."""
@@ -489,7 +448,7 @@ class SlotTable:
                 seen[at] = 1
             extent = self.extents[position]
             unassigned += extent.domain is None
-            assert position in self._empty or not self._is_empty(extent), "nobody would get it"
+            assert position in self._empty or not is_empty(extent), "nobody would get it"
             if extent.free and extent.domain is not None and not extent.closed:
                 assert position in self._open[extent.domain, extent.slot_bytes]
             yield from self._check_slots(position, extent, also)
@@ -564,7 +523,7 @@ class SlotTable:
         if position is None:
             return False
         extent = self.extents[position]
-        self._owners_changed += 1
+        self._coldest.changes += 1
         assert not extent.retiring, "a late access would hit its new pages"
         if extent.domain is not None:
             former = self._open[extent.domain, extent.slot_bytes]
@@ -580,19 +539,8 @@ class SlotTable:
         """An empty extent of another class, or one that was drained; None if there is none."""
         if len(self._open) < 2:
             return None  # what is empty belongs to this class, or to none
-        self._empty = {at for at in self._empty if self._is_empty(self.extents[at])}
-        found: list[tuple[bool, int]] = []
-        for position in self._empty:
-            extent = self.extents[position]
-            is_other = extent.draining or extent.class_of != (domain, slot_bytes)
-            if is_other and not extent.retiring:
-                # Memory of the same domain may be cut anew; another domain must get new memory.
-                found.append((extent.domain != domain, position))
-        return min(found)[1] if found else None
-
-    @staticmethod
-    def _is_empty(extent: Extent) -> bool:
-        return extent.domain is not None and len(extent.free) == extent.count
+        self._empty = {at for at in self._empty if is_empty(self.extents[at])}
+        return empty_of_others(self.extents, self._empty, (domain, slot_bytes))
 
     def _renumber(self, extent: Extent, *, in_use: bool) -> None:
         """The extent will get new memory, under a new number."""
