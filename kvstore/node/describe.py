@@ -35,7 +35,7 @@ def work_left(node: Node) -> str:
         ("loads from the SSDs", held.disk.loads.beginning),
         ("writes to the SSDs", held.disk.unfinished),
         ("slots ahead", pages.ahead.used),
-        ("what ended processes held", node.ending),
+        ("what lost or ended processes held", node.leaving.losing or node.leaving.ending),
         ("waiting requests", node.waiting.ready),
     )
     names = [name for name, left in parts if left]

@@ -19,6 +19,7 @@ from typing import Any, Final, TypeVar
 
 from kvstore.node.copies import CopyRequests
 from kvstore.node.hello import free_label, refuse_hello, session_of
+from kvstore.node.leaving import LeavingProcesses
 from kvstore.node.requests import ROOM, NodeLimits, Requests, refuse_others
 from kvstore.node.waiting import PATIENT, PatientRequests, Waiter, WaitingRoom, request_bytes
 from kvstore.protocol import wire
@@ -27,7 +28,6 @@ from kvstore.protocol.page import KEY_BYTES
 from kvstore.state.metering import Histogram
 from kvstore.state.remote.jobs import FetchEnd, Holding, PeerLimits, SpreadEnd
 from kvstore.state.remote.pages import RemotePages
-from kvstore.state.table.deadlines import Retirement
 from kvstore.state.table.pages import PageTable
 from kvstore.state.tree.actions import Abandoned, Action
 from kvstore.state.tree.sessions import Fetch, Peer, Process, Session
@@ -59,7 +59,7 @@ class Node:
         latencies: durations of requests of these types. The caller of :meth:`receive` measures the
             requests that it answers at once, because the node has no clock.
         unfinished: there is more work than one turn does; call :meth:`go_on` soon.
-        ending: ended processes that hold more than one turn releases.
+        leaving: processes that were lost, or have ended, and hold something.
     """
 
     def __init__(
@@ -88,8 +88,7 @@ class Node:
         self._overdue = False
         #: Slots may have become free since requests that wait for some were last tried.
         self._room_may_be = False
-        self.ending: dict[Process, None] = {}
-        self.retirement = Retirement(self.pages.residents, limits.unwatched_ns)
+        self.leaving = LeavingProcesses(self.pages, limits.turn_pages, limits.unwatched_ns)
         meter = self.pages.meter
         self.latencies: dict[type, Histogram] = {
             wire.Lookup: meter.lookup, wire.Acquire: meter.acquire,
@@ -163,8 +162,8 @@ class Node:
             self._stop_waiting(process)
             if ended or process.idle:
                 self._end(process)
-            elif process not in self.ending:  # otherwise it has settled, and is being released
-                self._lose(process, now_ns)
+            elif process not in self.leaving.ending:  # else it has settled, and is being released
+                self._lose(process)
         self._after(now_ns)
 
     def process_ended(self, identity: int, now_ns: int) -> None:
@@ -228,7 +227,7 @@ class Node:
         self.pages.tiers.advance(now_ns)
         if self.remote is not None:
             self.remote.advance()
-        for process in self.retirement.advance(now_ns):
+        for process in self.leaving.retirement.advance(now_ns):
             self._end(process)
         self.waiting.wake_due(now_ns)
         self._room_may_be = True
@@ -275,7 +274,7 @@ class Node:
             if not older.lost:
                 # A client that reconnects has given up its old connection.
                 self._stop_waiting(older)
-                self._lose(older, self.pages.now_ns)
+                self._lose(older)
                 self.closing.append(older.connection)
         assert all(older.lost for older in own), "two connections of one process"
         session.engine = session.engine or engine
@@ -296,33 +295,23 @@ class Node:
 
     # ---- internal ---------------------------------------------------------------------------
 
-    def _lose(self, process: Process, now_ns: int) -> None:
+    def _lose(self, process: Process) -> None:
         """The connection of a process was lost; the process may still access bytes."""
         if process.peer.remote:
             self._end(process)  # it touches no memory of this node, and checks digests
-            return
-        self.pages.lose(process)
-        if not process.peer.watched:
-            self.retirement.add(process, now_ns)
+        else:
+            self.leaving.lose(process)
 
     def _end(self, process: Process) -> None:
         """The process accesses no bytes any more: :meth:`_after` releases what it held."""
-        self.retirement.remove(process)
-        if process not in self.ending:
+        if process not in self.leaving.ending:
             self._stop_waiting(process)
-            process.lost = True
-            self.ending[process] = None
+            self.leaving.end(process)
 
-    def _end_some(self) -> None:
-        """Release what ended processes held, up to the limit of one turn."""
-        left = self.limits.turn_pages
-        while self.ending and left > 0:
-            process = next(iter(self.ending))
-            assert process.lost
-            left -= 1 + self.pages.end(process, left)
-            if process.idle:
-                del self.ending[process]
-                self._forget(process)
+    def _let_go(self, now_ns: int) -> None:
+        """Release what lost and ended processes held, up to the limit of one turn."""
+        for process in self.leaving.go_on(now_ns):
+            self._forget(process)
 
     def _forget(self, process: Process) -> None:
         """Remove an ended process that holds nothing."""
@@ -406,14 +395,14 @@ class Node:
 
     def _after(self, now_ns: int) -> None:
         """Collect the page table's effects, and resume waiting requests as one turn allows."""
-        if self.ending:
-            self._end_some()
+        if self.leaving.losing or self.leaving.ending:
+            self._let_go(now_ns)
         self._wake()
         if self.waiting.count:
             self._resume_some(now_ns)
         self.unfinished = bool(
-            self.ending or self._overdue or self.pages.residents.unfinished or self._may_resume
-            or self.pages.ahead.used
+            self.leaving.losing or self.leaving.ending or self._overdue or self._may_resume
+            or self.pages.residents.unfinished or self.pages.ahead.used
         )  # fmt: skip
 
     def _resume_some(self, now_ns: int) -> None:
@@ -471,7 +460,7 @@ class Node:
         deadlines = (
             self.waiting.next_deadline_ns() if self.waiting.count else 0,
             self.pages.next_deadline_ns(),
-            self.retirement.next_deadline_ns(),
+            self.leaving.retirement.next_deadline_ns(),
             disk.next_deadline_ns() if disk.exists else 0,
             self.remote.next_deadline_ns() if self.remote is not None else 0,
         )

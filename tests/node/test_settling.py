@@ -133,8 +133,45 @@ def test_a_connection_that_closes_while_what_it_settled_is_given_back_is_over():
         made.node.go_on(made.now_ns)
 
     assert list(made.node.processes) == [2]
-    assert len(made.node.retirement) == 0
+    assert len(made.node.leaving.retirement) == 0
     made.node.advance(made.now_ns + 2 * limits.unwatched_ns)
+
+
+def lost_writer() -> Wire:
+    """A writer that nobody watches, and six puts of two pages each: three are given up a turn."""
+    made = Wire(NodeLimits(1 << 20, LEASE_MS_MAX, turn_pages=5))
+    made.node.connected(1, Peer(77, watched=False))
+    made.ask(1, wire.Hello(0, 1, wire.PROTOCOL_MINOR, "engine", b"", ORIGIN, 1))
+    made.ask(1, wire.OpenSpace(0, IDENTITY, SHARDS))
+    for start in range(0, 600, 100):
+        made.begin(1, page_keys(range(start, start + 4), 2))
+    made.node.disconnected(1, made.now_ns, ended=False)
+    return made
+
+
+def test_one_turn_gives_up_few_puts_of_a_connection_that_was_lost():
+    made = lost_writer()
+    assert limbo(made) == 6 * 4096
+    assert len(made.node.leaving.retirement) == 0, "not all that it may write is in LIMBO"
+
+    while made.node.unfinished:
+        made.node.go_on(made.now_ns)
+    assert limbo(made) == 12 * 4096
+    assert made.node.pages.counts["lost_puts"] == 6
+    assert len(made.node.leaving.retirement) == 1
+
+
+def test_a_lost_writer_that_ends_before_all_its_puts_are_given_up_holds_nothing():
+    made = lost_writer()
+
+    made.node.process_ended(77, made.now_ns)
+    while made.node.unfinished:
+        made.node.go_on(made.now_ns)
+
+    assert not made.node.processes
+    assert limbo(made) == 0
+    assert len(made.node.leaving.retirement) == 0
+    assert made.node.pages.slots.stats().writing_bytes == 0
 
 
 def test_a_process_is_waited_for_while_a_connection_of_it_may_still_say_hello(node):

@@ -7,10 +7,11 @@ Replicas, pages that a peer has too, have additional queues of their own.
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Final
 
 from kvstore.protocol.page import PrefixKey
-from kvstore.state.choice.policy import EvictionPolicy, LeastRecent, enter, leave, new_policy
+from kvstore.state.choice.policy import EvictionPolicy, LeastRecent, Looks, enter, leave, new_policy
 from kvstore.state.choice.quotas import Quotas
 from kvstore.state.choice.sources import Sources
 from kvstore.state.tree.columns import last_slot
@@ -36,6 +37,9 @@ stays."""
 TAKE_OVER_MAX: Final = 64
 """Maximum leaves that each choice moves to a new policy, so that no request waits for all of
 them."""
+BELOW_LOOKS: Final = 64
+"""Maximum leaves that were continued behind which a choice looks for others, pages between each of
+them and its leaf, and children of each of these."""
 FORGOTTEN_MAX: Final = 512
 """Maximum things learnt by a replaced policy that are freed at a time: 0.1 ms."""
 
@@ -97,6 +101,7 @@ class Eviction:
         self._next: dict[tuple[str, int], PrefixNode] = {}
         #: Leaves of another queue that this choice has met.
         self._strays = 0
+        self._looks = Looks()
         self._tick = 0
         #: The time of the message that is being carried out.
         self.now_ns = 0
@@ -313,6 +318,8 @@ class Eviction:
             self._take_more((name, slot_bytes))
         if self._passed:
             self._end_grace((name, slot_bytes))
+        continued: list[PrefixNode] = []
+        looked = 0
         node = queue.pop(self._tick)
         while node is not None or self._look_further((name, slot_bytes)):
             if node is None:
@@ -323,11 +330,31 @@ class Eviction:
                 if self._strays >= TAKE_OVER_MAX:
                     return None  # of many that follow it nobody is to wait for all
             elif not (slot_bytes in classes(node) and self.evictable(node)):
-                pass
+                looked += 1
+                if len(continued) < BELOW_LOOKS:
+                    continued.append(node)
+                if not self._looks.take(self._tick, looked):
+                    return self._leaf_behind(continued, slot_bytes)
             elif not self._passes_over((name, slot_bytes), node):
                 return node
             node = queue.pop(self._tick)
         return None
+
+    def _leaf_behind(self, continued: list[PrefixNode], slot_bytes: int) -> PrefixNode | None:
+        """The longest unused of the leaves behind these, which are leaves no more; None if none.
+
+        Nobody is to wait until a choice has passed all those that were continued, or are read.
+        """
+        found: list[PrefixNode] = []
+        for node in continued:
+            leaf = _a_leaf_behind(node)
+            if leaf is not None and slot_bytes in classes(leaf) and self.evictable(leaf):
+                found.append(leaf)
+        if not found:
+            return None
+        chosen = min(found, key=lambda leaf: (self._has_grace(leaf), leaf.access))
+        leave(chosen, slot_bytes)  # a former entry of it may be there still, and is passed over
+        return chosen
 
     def _passes_over(self, queue: tuple[str, int], node: PrefixNode) -> bool:
         """Whether to skip ``node`` because it is young, and evict another one instead."""
@@ -430,6 +457,18 @@ class Eviction:
         if queue is None:
             queue = self._queues[name, slot_bytes] = new_policy(self.policy, slot_bytes)
         return queue
+
+
+def _a_leaf_behind(node: PrefixNode) -> PrefixNode | None:
+    """A page in memory behind a node that no other one in memory continues; None if too far."""
+    for _ in range(BELOW_LOOKS):
+        if not node.children_in_memory:
+            return node
+        for child in islice(node.below.values(), BELOW_LOOKS):
+            if child.in_memory:
+                node = child
+                break
+    return None
 
 
 def is_held(node: PrefixNode) -> bool:

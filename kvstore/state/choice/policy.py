@@ -9,6 +9,7 @@ a leaf carries is what its whole former subtree earned.
 import math
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Final, Protocol
 
@@ -16,7 +17,7 @@ from kvstore.protocol.errors import InvalidArgument
 from kvstore.protocol.page import PrefixKey
 from kvstore.state.choice.reuse import Kind, LearnedReuse
 from kvstore.state.tree.node import PrefixNode, is_live
-from kvstore.state.tree.nodeheap import NodeHeap, NodeLine
+from kvstore.state.tree.nodeheap import Entry, NodeHeap, NodeLine
 
 HISTORY_MAX: Final = 1 << 16
 """Keys of pages not in memory that a policy remembers at most."""
@@ -25,12 +26,38 @@ MOVES_MAX: Final = 8
 MOVES_TICK_MAX: Final = 64
 """Leaves that all choices of one tick bring up to date at most: a message may choose 128 times."""
 GONE_MAX: Final = 2
-"""First entries of a heap, or of the cell whose turn is next, of leaves that have gone otherwise,
-that go with each that comes: so that no choice has to pass many at once."""
+"""First entries of a heap, or of the cell whose turn is next, of leaves that have gone otherwise or
+are leaves no more, that go with each that comes: so that no choice has to pass many at once."""
+LOOKS_MAX = 1024
+"""Entries of leaves that have changed since that all choices of one tick pass over at most, beside
+:data:`MOVES_MAX` of each choice."""
+COST_MAX: Final = 40
+"""Half octaves of seconds: a page that takes less than a microsecond, or more than ten days, counts
+as one that takes so long. Engines report the time, and each cost has cells of its own."""
 CELLS_EMPTY_MAX: Final = 256
 """Cells that have no leaf at present, and stay; each has a list."""
 Cell = tuple[Kind, int, int]
 """Kind, bin of age, and half octaves of the seconds that computing a page again takes."""
+
+
+@dataclass(slots=True, eq=False)
+class Looks:
+    """Entries that the choices of one tick may still pass over.
+
+    Attributes:
+        tick: the tick of the last choice.
+        left: how many.
+    """
+
+    tick: int = -1
+    left: int = 0
+
+    def take(self, tick: int, looked: int) -> bool:
+        """Whether a choice may pass over one more, the ``looked``-th of it."""
+        if tick != self.tick:
+            self.tick, self.left = tick, LOOKS_MAX
+        self.left -= 1
+        return self.left >= 0 or looked <= MOVES_MAX
 
 
 class EvictionPolicy(Protocol):
@@ -49,7 +76,11 @@ class EvictionPolicy(Protocol):
         ...
 
     def pop(self, tick: int) -> PrefixNode | None:
-        """The best victim of those offered, or None; it must be offered again to come again."""
+        """The best victim of those offered, or None; it must be offered again to come again.
+
+        Of many leaves that were used since they were offered only some are looked at: then it is
+        the best of these, and may come once more.
+        """
         ...
 
     def forget(self, most: int) -> bool:
@@ -71,6 +102,7 @@ class LeastRecent:
         self._slot_bytes = slot_bytes
         self._heap = NodeHeap()
         self._sequence = 0
+        self._looks = Looks()
 
     def __len__(self) -> int:
         return len(self._heap)
@@ -84,16 +116,26 @@ class LeastRecent:
     def add_candidate(self, node: PrefixNode, tick: int) -> None:  # noqa: ARG002
         """Enter the heap, unless the node is there."""
         if enter(node, self._slot_bytes):
+            if self._heap:
+                self._correct_first()
             self._push(node)
 
-    def pop(self, tick: int) -> PrefixNode | None:  # noqa: ARG002
+    def pop(self, tick: int) -> PrefixNode | None:
         """The leaf of the lowest rank; ranks that grew since are corrected on the way."""
         node: PrefixNode
+        best: PrefixNode | None = None
+        looked = 0
         while self._heap:
-            count, access, _, node = self._heap.pop()
-            if is_live(node) and self._rank(node) > (count, access):
+            entry = self._heap.pop()
+            node = entry[-1]
+            if self._has_grown(entry) and not node.children_in_memory:
                 self._push(node)
-                continue
+                looked += 1
+                if best is None or self._rank(node) < self._rank(best):
+                    best = node
+                if self._looks.take(tick, looked):
+                    continue
+                node = best
             leave(node, self._slot_bytes)
             if is_live(node):
                 return node
@@ -106,11 +148,25 @@ class LeastRecent:
     def _rank(self, node: PrefixNode) -> tuple[int, int]:
         return 0, node.access
 
+    def _has_grown(self, entry: Entry) -> bool:
+        """Whether the rank of a node has grown since its entry was made."""
+        count, access, _, node = entry
+        return is_live(node) and self._rank(node) > (count, access)
+
+    def _correct_first(self) -> None:
+        """Take first entries out whose nodes come again by themselves; correct others' ranks."""
+        for _ in range(min(GONE_MAX, len(self._heap))):
+            entry = self._heap.first()
+            node: PrefixNode = entry[-1]
+            if not is_live(node) or node.children_in_memory:
+                self._heap.pop()
+                leave(node, self._slot_bytes)
+            elif self._has_grown(entry):
+                self._heap.pop()
+                self._push(node)
+
     def _push(self, node: PrefixNode) -> None:
         assert is_live(node), node
-        for _ in range(GONE_MAX):
-            if self._heap and not is_live(self._heap.first()[-1]):
-                self._heap.pop()
         self._sequence += 1
         self._heap.push((*self._rank(node), self._sequence, node))
 
@@ -172,6 +228,7 @@ class SmallAndMain:
         self._gone: OrderedDict[bytes, None] = OrderedDict()
         #: What was popped last, and its place: it is offered again if its turn was not taken.
         self._popped: OrderedDict[PrefixNode, tuple[bool, int]] = OrderedDict()
+        self._looks = Looks()
         self._pages = 0
 
     def stored(self, node: PrefixNode, keys: list[PrefixKey], tick: int) -> None:  # noqa: ARG002
@@ -197,16 +254,19 @@ class SmallAndMain:
             else:
                 (self._main if place[0] else self._small).appendleft((place[1], node))
 
-    def pop(self, tick: int) -> PrefixNode | None:  # noqa: ARG002
+    def pop(self, tick: int) -> PrefixNode | None:
         """The next of the small queue while that has its share, else of the main queue."""
         node: PrefixNode
+        looked = 0
         while self._small or self._main:
             total = len(self._small) + len(self._main)
             main = bool(self._main) and (
                 not self._small or len(self._small) * self.SMALL_SHARE < total
             )
             paid, node = (self._main if main else self._small).popleft()
-            if is_live(node) and not node.children_in_memory and node.uses > paid:
+            used = is_live(node) and not node.children_in_memory and node.uses > paid
+            looked += used
+            if used and self._looks.take(tick, looked):
                 paid = max(paid + 1, node.uses - self.ROUNDS_MAX + 1) if main else node.uses
                 self._main.append((paid, node))
                 continue
@@ -275,6 +335,7 @@ class HighestReuse:
         self._usual_cost = 0
         #: The tick of the last choice, and leaves that its choices may still bring up to date.
         self._aged_tick = self._moves_left = 0
+        self._looks = Looks()
 
     def stored(self, node: PrefixNode, keys: list[PrefixKey], tick: int) -> None:
         """Learn from the page's return, or from its prompt's first coming."""
@@ -294,6 +355,8 @@ class HighestReuse:
     def pop(self, tick: int) -> PrefixNode | None:
         """The longest unused leaf of the cell with the lowest rank."""
         node: PrefixNode
+        best: PrefixNode | None = None
+        best_rank, looked = math.inf, 0
         self._age(tick)
         self._renew()
         while self._order or self._former:
@@ -308,9 +371,14 @@ class HighestReuse:
                     self._drop(cell)
                 continue
             access, _, node = leaves.pop()
-            if is_live(node) and node.access > access:
-                self._push(node, tick)
-                continue
+            if is_live(node) and node.access > access and not node.children_in_memory:
+                rank = self._push(node, tick)
+                looked += 1
+                if best is None or rank < best_rank:
+                    best, best_rank = node, rank
+                if self._looks.take(tick, looked):
+                    continue
+                node = best
             leave(node, self._slot_bytes)
             if is_live(node):
                 self._reuse.evicted(node)
@@ -321,21 +389,22 @@ class HighestReuse:
         """Let go of what was observed."""
         return self._reuse.forget(most)
 
-    def _push(self, node: PrefixNode, tick: int) -> None:
-        """Let the node stand in the cell where it belongs now."""
+    def _push(self, node: PrefixNode, tick: int) -> float:
+        """Let the node stand in the cell where it belongs now; returns the rank of that cell."""
         first = self._cells.get(self._order[0][1]) if self._order else None
         for _ in range(GONE_MAX):
-            if first and not is_live(first.first()[-1]):
+            if first and (not is_live(of := first.first()[-1]) or of.children_in_memory):
                 first.pop()
+                leave(of, self._slot_bytes)
         self._sequence += 1
         seconds = node.space.prefill_s_per_token * node.space.identity.page_tokens
         if seconds > 0:
-            self._usual_cost = round(2 * math.log2(seconds))
+            cost = round(2 * math.log2(seconds))
+            self._usual_cost = max(-COST_MAX, min(cost, COST_MAX))
         age_bin = self._reuse.bin_of(tick - node.access)
-        self._put(
-            (self._reuse.kind(node), age_bin, self._usual_cost),
-            (node.access, self._sequence, node),
-        )
+        cell = self._reuse.kind(node), age_bin, self._usual_cost
+        self._put(cell, (node.access, self._sequence, node))
+        return self._ranks[cell]
 
     def _put(self, cell: Cell, entry: tuple[int, int, PrefixNode]) -> None:
         leaves = self._cells.get(cell)

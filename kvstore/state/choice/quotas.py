@@ -261,6 +261,18 @@ class Pins:
             pin.nodes.reverse()
             pin.covers = True
 
+    def refuse_changed(self, pin: Pin) -> None:
+        """Pages may leave between the steps of a pin that has found all of its pages.
+
+        Raises:
+            NotFound: the page of its key has been dropped, or others precede its first page now.
+        """
+        assert pin.covers
+        if _stored(pin.space, pin.key) is not pin.nodes[-1]:
+            raise _not_stored(pin.key)
+        if pin.nodes[0].above is not pin.space.root:
+            raise NotFound("key", "pages before its first one were unknown until now; try again")
+
     def complete(self, pin: Pin) -> None:
         """All pages of a pin are pinned: from now on it is one of those that are listed."""
         assert pin.covers

@@ -24,6 +24,9 @@ REMEMBERED_MAX = 1 << 16
 """Maximum remembered pages; the one that left memory longest ago is forgotten first."""
 WALK_MAX: Final = 1024
 """Maximum pages before the end of a prompt that are examined."""
+WALK_TICK_MAX = 2 * WALK_MAX
+"""Maximum pages that are examined for all prompts that leave at one tick, beside the last run of
+each and the page before it: a put may evict 128 leaves, and all may follow one long prompt."""
 BELIEF: Final = 30.0
 """Pages after which a kind's own rate counts as much as the more general kind's."""
 RATE_UNKNOWN: Final = 0.5
@@ -46,6 +49,8 @@ class Returns:
         self._seen: dict[Kind, float] = {}
         self._returned: dict[Kind, float] = {}
         self._pages = 0
+        #: The tick when a prompt left last, and pages that may still be examined at it.
+        self._tick, self._walk_left = -1, 0
 
     def __len__(self) -> int:
         """How many pages are remembered."""
@@ -56,12 +61,7 @@ class Returns:
         last = self._remembered.get(_name(end))
         if last is not None and last[2] >= end.access:
             return False
-        path: list[int] = []
-        at: PrefixNode | None = end
-        while at is not None and at is not end.space.root and len(path) < WALK_MAX:
-            path += [_named(at.space, key) for key in reversed(at.key_list())]
-            at = at.above
-        del path[WALK_MAX:]
+        path = self._path(end, tick)
         known = [self._remembered.get(name) for name in path]
         sights_before, added = 0, len(path)
         for distance, one in enumerate(known):
@@ -83,6 +83,20 @@ class Returns:
             _count(self._seen, kind, 1)
             self._remember(name, kind, sights, tick)
         return True
+
+    def _path(self, end: PrefixNode, tick: int) -> list[int]:
+        """The last pages of a prompt, the last one first, as many as are examined now."""
+        if tick != self._tick:
+            self._tick, self._walk_left = tick, WALK_TICK_MAX
+        most = min(WALK_MAX, max(self._walk_left, end.count + 1))
+        path: list[int] = []
+        at: PrefixNode | None = end
+        while at is not None and at is not end.space.root and len(path) < most:
+            path += [_named(at.space, key) for key in reversed(at.key_list())]
+            at = at.above
+        del path[most:]
+        self._walk_left -= len(path)
+        return path
 
     def rate(self, space: PrefixTree, key: PrefixKey) -> float:
         """The share of similar pages that were requested again, 0 to 1."""

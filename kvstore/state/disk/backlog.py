@@ -1,6 +1,7 @@
 """Pages that wait to be written to the SSD log. Pure."""
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Final
 
 from kvstore.protocol.page import KEY_BYTES, PrefixKey
@@ -63,3 +64,17 @@ class Backlog:
             self._waiting.appendleft((space, shard, keys[pages * KEY_BYTES :]))
         assert (self.pages > 0) == bool(self._waiting)
         return pages, node, shard
+
+
+def stored_nodes(node: PrefixNode, keys: Sequence[PrefixKey], shard: int) -> list[PrefixNode]:
+    """The nodes to be written of pages that were stored as one node, which keeps the last of them.
+
+    What precedes a page is written with it, except in a KV group with a window.
+    """
+    found, left = [node], len(keys) - node.count
+    while left > 0 and node.space.shards[shard].window_pages:
+        above = found[-1].above
+        assert above is not None, node
+        found.append(above)
+        left -= above.count
+    return found[::-1]

@@ -16,13 +16,14 @@ disk; whoever put it durably is told after the next sync that began later.
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Final
 
 from kvstore.protocol.counts import RecordCounts, SsdCounts
 from kvstore.protocol.errors import CapacityError, DurabilityUnavailable, KVStoreError, PageCorrupt
 from kvstore.protocol.page import PrefixKey
 from kvstore.state.choice.admission import Admission
-from kvstore.state.disk.backlog import Backlog
+from kvstore.state.disk.backlog import Backlog, stored_nodes
 from kvstore.state.disk.checks import CheckRun, DiskChecks
 from kvstore.state.disk.durability import are_there, never_on_disk
 from kvstore.state.disk.graves import Graves
@@ -146,10 +147,14 @@ class DiskPages:
         """Whether writes fail, or a sync failed and its segment still exists."""
         return self.degraded or (self._sync_failed and self.log.is_failing)
 
-    def stored(self, nodes: Iterable[PrefixNode], shard: int) -> None:
-        """Pages became READY in memory."""
+    def stored(
+        self, nodes: Iterable[PrefixNode], keys_of: Iterable[list[PrefixKey]], shard: int
+    ) -> None:
+        """Pages became READY in memory: these keys of each node, which may be split by now."""
         through = self.rules.write is WritePolicy.THROUGH
-        wanted = [node for node in nodes if through or node.disk_pins]
+        pairs = zip(nodes, keys_of, strict=True)
+        parts = [stored_nodes(*one, shard) for one in pairs if through or one[0].disk_pins]
+        wanted = list(chain.from_iterable(parts))
         for node in wanted:
             assert node.ready >> shard & 1, node
             self._backlog.add(node, shard)

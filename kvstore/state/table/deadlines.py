@@ -70,7 +70,10 @@ def _is_held(deadline: Entry) -> bool:
 AGAIN_NS: Final = 1_000_000_000
 """How long an extent that another client still reads or writes is left alone."""
 VACATE_PAGES: Final = 200
-"""Pages that one turn evicts from an extent."""
+"""Pages that one turn evicts from all extents, beside what leaves with the last of them."""
+LOOKS_MAX = 1 << 15
+"""Slots of extents, and of what lost processes hold, that one turn looks at, beside those of the
+last extent."""
 
 
 class Retirement:
@@ -94,6 +97,8 @@ class Retirement:
         self._again_ns = 0
         #: Positions of the extents that are retiring, also when those they retire for have ended.
         self._retiring: set[int] = set()
+        #: Those of them that were not looked at since all were looked at last.
+        self._next: list[int] = []
         #: Lost processes that nobody watches, and when each was lost; the longest lost first.
         self._lost: dict[Process, int] = {}
 
@@ -120,6 +125,8 @@ class Retirement:
     def advance(self, now_ns: int) -> list[Process]:
         """Retire the extents of processes whose time is up, unless other clients need them.
 
+        Each turn goes on where the one before it has stopped.
+
         Returns:
             the processes that hold nothing any more.
         """
@@ -128,31 +135,58 @@ class Retirement:
         ]
         if now_ns < self._again_ns or not (given_up or self._retiring):
             return []
-        self._again_ns = now_ns + AGAIN_NS
+        assert all(process.lost for process in given_up), "an engine still writes there"
         slots = self._residents.slots
-        held: Counter[Slot] = Counter()
-        for process in given_up:
-            for lease in process.leases.values():
-                held.update(lease.slots if lease.expired else ())
-            for put in process.puts.values():
-                held.update(put.slots)
-        for position in {slots.position(slot) for slot in held} - self._retiring:
-            slots.retire(position)
-            self._retiring.add(position)
-            self._residents.counts["retired_extents"] += 1
-        for position in list(self._retiring):
-            if not self._residents.vacate(position, VACATE_PAGES):
-                self._again_ns = now_ns
-            elif slots.retirable(position, held):
+        if not self._next:
+            self._retire(given_up)
+        pages_left, looks_left = VACATE_PAGES, LOOKS_MAX
+        while self._next and looks_left > 0:
+            position = self._next[-1]
+            pages_left -= self._residents.vacate(position, pages_left)
+            if pages_left <= 0:
+                break
+            self._next.pop()
+            held, looked = _held(slots, given_up, position)
+            looks_left -= slots.extents[position].count + looked
+            if slots.retirable(position, held):
                 slots.replace(position)
                 self._retiring.remove(position)
                 for process in given_up:
                     _forfeit(slots, process, position)
-        assert all(process.lost for process in given_up), "an engine still writes there"
+        self._again_ns = now_ns if self._next else now_ns + AGAIN_NS
         ended = [process for process in given_up if process.idle]
         for process in ended:
             del self._lost[process]
         return ended
+
+    def _retire(self, given_up: list[Process]) -> None:
+        """Allocate no slot any more in the extents of these processes; look at all that retire."""
+        slots = self._residents.slots
+        positions = {slots.position(slot) for process in given_up for slot in _slots_of(process)}
+        for position in positions - self._retiring:
+            slots.retire(position)
+            self._retiring.add(position)
+            self._residents.counts["retired_extents"] += 1
+        self._next = list(self._retiring)
+
+
+def _slots_of(process: Process) -> Iterator[Slot]:
+    """The slots that a lost process may still access."""
+    for lease in process.leases.values():
+        yield from lease.slots if lease.expired else ()
+    for put in process.puts.values():
+        yield from put.slots
+
+
+def _held(slots: SlotTable, given_up: list[Process], position: int) -> tuple[Counter[Slot], int]:
+    """How often each slot of an extent is held by these processes; slots that were looked at."""
+    held, looked = Counter[Slot](), 0
+    for process in given_up:
+        for slot in _slots_of(process):
+            looked += 1
+            if slots.position(slot) == position:
+                held[slot] += 1
+    return held, looked
 
 
 def _forfeit(slots: SlotTable, process: Process, position: int) -> None:

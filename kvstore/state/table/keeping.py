@@ -68,7 +68,9 @@ class Keeping:
             self.pins.cover(pin)
         elif pin.tier == "ssd":
             some = pin.nodes[pin.written : pin.written + WRITE_PAGES]
-            if self._tiers.ensure_all_written(some) < len(some):
+            written = self._tiers.ensure_all_written(some)
+            self.pins.refuse_changed(pin)  # of a page that has left nothing is to be written
+            if written < len(some):
                 raise CapacityError("the SSD tier does not take all of these pages now")
             pin.written += len(some)
         if not pin.covers or (pin.tier == "ssd" and pin.written < pin.pages):

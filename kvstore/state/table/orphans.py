@@ -56,8 +56,8 @@ def tails_first(top: PrefixNode, shard: int) -> Iterator[PrefixNode | None]:
 
 
 def _children(node: PrefixNode, bit: int) -> Iterator[PrefixNode]:
-    """The child nodes that have the page, as of now."""
-    return iter([child for child in node.below.values() if child.present & bit])
+    """The child nodes that have the page, of those that are there now: the copy is fast."""
+    return (child for child in list(node.below.values()) if child.present & bit)
 
 
 def subtree(*tops: PrefixNode, most: int = sys.maxsize) -> list[PrefixNode]:

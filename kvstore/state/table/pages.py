@@ -5,6 +5,7 @@ replace memory, wake waiting requests); nothing here does I/O or reads a clock. 
 is a run of one chain, packed as 32 bytes each.
 """
 
+import sys
 from collections.abc import Sequence
 from itertools import chain
 
@@ -38,7 +39,7 @@ from kvstore.state.tree.sessions import Fetch, Lease, Process, Put, Session
 from kvstore.state.tree.slots import SlotTable
 
 EXPIRE_MAX = 128
-"""Maximum deadlines of pages that one turn applies."""
+"""Maximum pages whose deadlines one turn applies; those that leave with them count too."""
 
 
 class PageTable:
@@ -280,32 +281,32 @@ class PageTable:
             self.eviction.stored(node, keys, put.space.shards[put.shard].slot_bytes, tick)
             self.residents.add_candidate(node)
         if self.disk.exists:
-            self.disk.stored(stored, put.shard)
+            self.disk.stored(stored, keys_of, put.shard)
         if self.keeping.is_used:
             self.keeping.stored(stored)
         if self.disk.effects:
             apply_effects(self.residents)
         return statuses
 
-    def abort_put(self, process: Process, put_id: int, *, writing: bool = False) -> None:
-        """Drop the pages of an open put.
+    def abort_put(self, process: Process, put_id: int, *, writing: bool = False) -> int:
+        """Drop the pages of an open put; returns how many were looked at, descendants included.
 
         While its writer may still be ``writing``, the slots stay in LIMBO until the writer has
         settled.
         """
         put = process.puts.get(put_id)
         if put is None or put.lost:
-            return
+            return 0
         if put.ahead:
             self.ahead.end(process, put_id, writing=writing)
-            return
+            return 1
         assert len(put.keys) == len(put.slots) > 0
-        first = self.residents.owners.get(put.slots[0])
+        first, below = self.residents.owners.get(put.slots[0]), 0
         for slot in reversed(put.slots):
             node = self.residents.owners.get(slot)
             if node is not None:
                 self.residents.drop_writing(node, put.shard)
-                self.residents.drop_below(node, put.shard, "head_lost")
+                below += self.residents.drop_below(node, put.shard, "head_lost", below)
                 self.residents.tidy(node)
         if first is not None:
             self.story.tell("lost" if writing else "aborted", first, put.shard, len(put.slots))
@@ -318,6 +319,7 @@ class PageTable:
         if not process.peer.remote:
             self.counts["lost_puts"] += writing
             self.counts["aborted_puts"] += 1
+        return len(put.slots) + below
 
     # ---- what an operator asks for ----------------------------------------------------------
 
@@ -334,11 +336,18 @@ class PageTable:
 
     # ---- ends -------------------------------------------------------------------------------
 
-    def lose(self, process: Process) -> None:
-        """The connection broke but the process lives: slots that it writes go to LIMBO."""
+    def lose(self, process: Process, pages_max: int = sys.maxsize) -> int:
+        """The connection broke but the process lives: slots that it writes go to LIMBO.
+
+        Returns:
+            number of pages looked at; fewer than ``pages_max``: all of its puts are given up.
+        """
         process.lost = True
+        looked = 0
         for put_id in list(process.puts):
-            self.abort_put(process, put_id, writing=True)
+            if looked < pages_max:
+                looked += self.abort_put(process, put_id, writing=True)
+        return looked
 
     def end(self, process: Process, pages_max: int) -> int:
         """Free what a process held; it is known not to access this tier any more.
@@ -358,12 +367,12 @@ class PageTable:
             self.release(process, lease_id, read=not process.peer.remote)
         while process.puts and freed < pages_max:
             put_id, put = next(iter(process.puts.items()))
-            freed += 1 + len(put.slots)
             if put.lost:
+                freed += 1 + len(put.slots)
                 self.slots.unhold(put.slots)
                 self._end_put(process, put_id)
             else:
-                self.abort_put(process, put_id)
+                freed += 1 + self.abort_put(process, put_id)
         return freed
 
     def expire(self, now_ns: int) -> bool:
@@ -376,7 +385,9 @@ class PageTable:
             if left <= 0:
                 break
         for node, shard in self._deadlines.pages_due(now_ns, left):
-            self.residents.drop(node, shard, "expired")
+            left -= self.residents.drop(node, shard, "expired")
+            if left <= 0:
+                break
         if self.keeping.is_used:
             self.keeping.expire(now_ns)
         return 0 < self.next_deadline_ns() <= now_ns

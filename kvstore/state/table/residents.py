@@ -172,33 +172,40 @@ class Residents:
 
     # ---- leaving ----------------------------------------------------------------------------
 
-    def drop(self, node: PrefixNode, shard: int, cause: str) -> None:
-        """Drop the READY pages of a node, and their descendants."""
+    def drop(self, node: PrefixNode, shard: int, cause: str) -> int:
+        """Drop the READY pages of a node, and their descendants; how many were looked at."""
         if not node.ready >> shard & 1:
-            return
+            return 0
         self.ghosts.head = node.key
-        self.drop_below(node, shard, cause)
+        looked = node.count + self.drop_below(node, shard, cause)
         self.ghosts.head = PrefixKey(b"")
         self._drop_ready(node, shard, cause)
         assert not node.present >> shard & 1, node
         self.tidy(node)
+        return looked
 
-    def drop_below(self, node: PrefixNode, shard: int, cause: str) -> None:
+    def drop_below(self, node: PrefixNode, shard: int, cause: str, looked: int = 0) -> int:
         """Drop the descendants of ``node``, which no lookup can reach without it.
 
-        If there are many, :meth:`drop_orphans` drops them over several turns.
+        If there are many, :meth:`drop_orphans` drops them over several turns. ``looked``: pages
+        that this turn has looked at before.
+
+        Returns:
+            how many descendants were looked at.
         """
         assert is_live(node), node
         if node.space.shards[shard].window_pages:
-            return
-        found = subtree(node, most=DROP_AT_ONCE)
-        if len(found) > DROP_AT_ONCE:
+            return 0
+        most = max(1, DROP_AT_ONCE - looked)
+        found = subtree(node, most=most)
+        if len(found) > most:
             node.space.holes[node] = node.space.holes.get(node, 0) | 1 << shard
             self.story.tell("hole", node, shard)
             self.orphans.append(Orphans(node, shard, cause, tails_first(node, shard)))
-            return
-        for below in reversed(found[1:]):
-            self._drop_orphan(below, shard, cause)
+        else:
+            for below in reversed(found[1:]):
+                self._drop_orphan(below, shard, cause)
+        return len(found) - 1
 
     def _drop_orphan(self, node: PrefixNode, shard: int, cause: str) -> None:
         """Drop a leaf, whatever its state."""
@@ -340,10 +347,14 @@ class Residents:
             self.drop(node, shard, "evicted")
         assert not node.memory >> shard & 1, node
 
-    def vacate(self, position: int, pages_max: int) -> bool:
-        """Evict READY pages of an extent, even used ones; returns whether all are evicted."""
+    def vacate(self, position: int, pages_max: int) -> int:
+        """Evict READY pages of an extent, even used ones, until ``pages_max`` were looked at.
+
+        Returns:
+            how many were, with those that left with them; fewer: all are evicted.
+        """
         assert self.slots.extents[position].retiring, "new pages would come"
-        left = pages_max
+        looked = 0
         for slot in self.slots.slots_in_use(position):
             owner = self.owners.get(slot)
             if owner is None:
@@ -351,15 +362,15 @@ class Residents:
             shard = next(at for at, mine in owner.slots.items() if mine == slot)
             if not owner.ready >> shard & 1:
                 continue  # it leaves once its writer is done
-            if not left:
-                return False
-            left -= 1
+            if looked >= pages_max:
+                break
             if owner.on_disk >> shard & 1:
+                looked += 1
                 self._release_memory(owner, shard)
                 self.tidy(owner)
             else:
-                self.drop(owner, shard, "retired")
-        return True
+                looked += self.drop(owner, shard, "retired")
+        return looked
 
     def needs_space(self, space: PrefixTree) -> bool:
         """Whether pages, limits or jobs still refer to this empty space."""

@@ -399,9 +399,11 @@ def new_pages(space: PrefixTree, shard: int, keys: list[PrefixKey], parent: Pref
     following, unknown = 0, True
     for new, key in enumerate(keys):
         known = index.get(key)
-        if known is not None and known is before and known.keys.startswith(key, following):
+        if known is None:
+            before = None
+        elif known is before and known.keys.startswith(key, following):
             following += KEY_BYTES  # as the page before it in its node
-        elif known is not None:
+        else:
             unknown = False
             if known.present >> shard & 1:
                 return NewPages(new)

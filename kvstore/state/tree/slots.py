@@ -18,13 +18,14 @@ because a process that maps it can read all of it.
 """
 
 from array import array
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
 from typing import Final, NamedTuple, NewType
 
 from kvstore.protocol.counts import HostSizes
+from kvstore.state.tree.coldest import ColdestExtents, empty_of_others, is_empty
 
 Slot = NewType("Slot", int)
 """``extent position << 20 | index within the extent``."""
@@ -168,6 +169,9 @@ class SlotTable:
         self._unassigned = list(range(extent_count - 1, -1, -1))
         #: Per class all positions of extents with a FREE slot (and, lazily, some without).
         self._open: dict[tuple[str, int], list[int]] = {}
+        #: All positions of assigned extents whose slots are all FREE (and, lazily, some others).
+        self._empty: set[int] = set()
+        self._coldest = ColdestExtents()
 
     def provide(self, count: int) -> list[int]:
         """Start to use ``count`` withheld extents; returns their numbers."""
@@ -304,6 +308,7 @@ class SlotTable:
         if len(extent.free) == extent.count:
             return True
         extent.draining = False
+        self._coldest.changes += 1
         if extent.free and not extent.retiring:
             self._reopen(position)
         return False
@@ -388,7 +393,7 @@ class SlotTable:
         return len(self.extents) * self.extent_bytes
 
     def colder_extent(
-        self, domain: str, slot_bytes: int, tick: int, staying: Container[int] = ()
+        self, domain: str, slot_bytes: int, tick: int, staying: Set[int] = frozenset()
     ) -> int | None:
         """The least recently used extent of any other class, if not used since ``tick``.
 
@@ -396,16 +401,7 @@ class SlotTable:
         """
         if len(self._open) < 2:
             return None
-        candidates = [
-            (extent.used_at, position)
-            for position, extent in enumerate(self.extents)
-            if extent.domain is not None
-            and not extent.closed
-            and extent.used_at < tick
-            and extent.class_of != (domain, slot_bytes)
-            and position not in staying
-        ]
-        return min(candidates)[1] if candidates else None
+        return self._coldest.find(self.extents, (domain, slot_bytes), tick, staying)
 
     def slots_in_use(self, position: int) -> list[Slot]:
         """All slots of one extent that are not FREE."""
@@ -452,6 +448,7 @@ class SlotTable:
                 seen[at] = 1
             extent = self.extents[position]
             unassigned += extent.domain is None
+            assert position in self._empty or not is_empty(extent), "nobody would get it"
             if extent.free and extent.domain is not None and not extent.closed:
                 assert position in self._open[extent.domain, extent.slot_bytes]
             yield from self._check_slots(position, extent, also)
@@ -509,6 +506,8 @@ class SlotTable:
         if not extent.free and not extent.closed:
             self._reopen(self.position(slot))
         extent.free.append(index)
+        if len(extent.free) == extent.count:
+            self._empty.add(self.position(slot))
 
     def _reopen(self, position: int) -> None:
         """The extent again has a FREE slot that may be allocated."""
@@ -520,23 +519,11 @@ class SlotTable:
 
     def _claim(self, domain: str, slot_bytes: int) -> bool:
         """Give the class one more extent: an unassigned one, or else any empty one."""
-        if self._unassigned:
-            position = self._unassigned.pop()
-        elif len(self._open) < 2:
-            return False  # what is empty belongs to this class, or to none
-        else:
-            empty = [
-                position
-                for position, extent in enumerate(self.extents)
-                if len(extent.free) == extent.count
-                and not extent.retiring
-                and (extent.draining or extent.class_of != (domain, slot_bytes))
-            ]
-            if not empty:
-                return False
-            # Memory of the same domain may be cut anew; another domain must get new memory.
-            position = min(empty, key=lambda at: self.extents[at].domain != domain)
+        position = self._unassigned.pop() if self._unassigned else self._others(domain, slot_bytes)
+        if position is None:
+            return False
         extent = self.extents[position]
+        self._coldest.changes += 1
         assert not extent.retiring, "a late access would hit its new pages"
         if extent.domain is not None:
             former = self._open[extent.domain, extent.slot_bytes]
@@ -547,6 +534,13 @@ class SlotTable:
         extent.carve(domain, slot_bytes, self.extent_bytes)
         self._open[domain, slot_bytes].append(position)
         return True
+
+    def _others(self, domain: str, slot_bytes: int) -> int | None:
+        """An empty extent of another class, or one that was drained; None if there is none."""
+        if len(self._open) < 2:
+            return None  # what is empty belongs to this class, or to none
+        self._empty = {at for at in self._empty if is_empty(self.extents[at])}
+        return empty_of_others(self.extents, self._empty, (domain, slot_bytes))
 
     def _renumber(self, extent: Extent, *, in_use: bool) -> None:
         """The extent will get new memory, under a new number."""

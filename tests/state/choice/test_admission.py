@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvstore.protocol.errors import InvalidArgument
 from kvstore.protocol.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.choice.admission import DAY_NS, WRITE_SHARE, Admission
-from kvstore.state.choice.returns import Returns
+from kvstore.state.choice.returns import Kind, Returns
 from kvstore.state.disk.log import SegmentLog
 from kvstore.state.tree.columns import pack_place
 from kvstore.state.tree.node import PrefixNode
@@ -200,3 +200,32 @@ def test_learned_carries_over_what_was_used_in_the_later_half_of_its_time_on_dis
     carry = b"".join(part.keys for part in plan.carry)
     assert [at for at, (node, _) in enumerate(chain) if node.key in carry] == carried
     assert sum(part.pages for part in (*plan.carry, *plan.drop)) == 4
+
+
+def test_leaves_behind_one_long_prompt_that_leave_at_one_tick_are_not_each_examined_to_its_start(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr("kvstore.state.choice.returns.WALK_TICK_MAX", 600)
+    shared = a_chain([0] * 500)[-1][0]
+    space = shared.space
+    leaves: list[PrefixNode] = []
+    for number in range(600, 700):
+        leaf = space.node(PrefixKey(number.to_bytes(32, "little")), shared.key)
+        leaf.begin(0, Slot(number))
+        leaf.access = 1
+        leaves.append(leaf)
+    returns, examined = Returns(), [0]
+    remember = Returns._remember
+
+    def counted(self: Returns, name: int, kind: Kind, sights: int, tick: int) -> None:
+        examined[0] += 1
+        remember(self, name, kind, sights, tick)
+
+    monkeypatch.setattr(Returns, "_remember", counted)
+
+    for leaf in leaves:
+        assert returns.left(leaf, 2)
+    assert examined[0] <= 600 + 100 * 2
+    assert len(returns) == 600, "each is remembered"
+    assert returns.left(space.node(PrefixKey((700).to_bytes(32, "little")), shared.key), 3)
+    assert examined[0] > 600 + 500, "a later tick examines all again"

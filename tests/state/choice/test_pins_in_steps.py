@@ -8,7 +8,8 @@ from kvstore.protocol.errors import CapacityError, NotFound
 from kvstore.state.choice.quotas import Pin
 from kvstore.state.table.invariants import check
 from kvstore.state.tree.prefix_tree import PrefixTree
-from tests.state.world import PAGE, World, chain, key
+from tests.state.disk.disk_world import DiskWorld
+from tests.state.world import PAGE, WINDOW, World, chain, key
 
 
 def test_a_long_pin_is_made_in_steps_and_is_listed_when_all_is_pinned():
@@ -96,3 +97,37 @@ def test_a_pin_that_nobody_wants_any_more_lets_go_of_its_last_pages_first():
     gone = world.table.keeping.pins.let_go(3)
     assert [node.key for node in gone] == [key("a" * pages) for pages in (300, 299, 298)]
     check(world.table)
+
+
+@pytest.mark.parametrize("left", [1, 64, 65, 100])
+def test_a_pin_on_disk_is_not_made_if_a_page_of_it_leaves_while_it_is_written(left):
+    world = DiskWorld(extents=60)
+    keeping = world.table.keeping
+    world.store(world.me, world.mine, "a" * 100)
+    keeping.pins.disk_budget_bytes = 1 << 30
+    pin = keeping.begin_pin(world.mine, key("a" * 100), 0, "ssd")
+    while not pin.covers or not pin.written:
+        assert not keeping.go_on_with(pin)
+    world.table.residents.drop(world.node("a" * left), 0, "corrupt")
+
+    with pytest.raises(NotFound):
+        keeping.go_on_with(pin)
+    assert_let_go(world, world.mine, pin)
+    world.end_all()
+
+
+def test_a_pin_on_disk_is_not_made_if_pages_before_its_first_one_become_known():
+    world = DiskWorld(extents=60)
+    space = world.table.spaces.open(world.me.session, world.mine.identity, [WINDOW])[0]
+    number = space.shard_numbers[WINDOW]
+    world.store(world.me, space, "abc", start=2, shard=number)
+    keeping = world.table.keeping
+    keeping.pins.disk_budget_bytes = 1 << 30
+    pin = keeping.begin_pin(space, key("abc"), 0, "ssd")
+    assert not keeping.go_on_with(pin)
+    assert [node.key for node in pin.nodes] == [key("ab"), key("abc")]
+    world.store(world.me, space, "ab")
+
+    with pytest.raises(NotFound):
+        keeping.go_on_with(pin)
+    assert_let_go(world, space, pin)

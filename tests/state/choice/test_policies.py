@@ -1,6 +1,6 @@
 """Goal: every policy is leaf-first, loses no leaf, and is bounded in what one call does."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 
 import pytest
@@ -12,6 +12,7 @@ from kvstore.protocol.errors import InvalidArgument
 from kvstore.protocol.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.choice.eviction import FORGOTTEN_MAX
 from kvstore.state.choice.policy import (
+    COST_MAX,
     MOVES_MAX,
     MOVES_TICK_MAX,
     POLICIES,
@@ -24,10 +25,11 @@ from kvstore.state.choice.reuse import Kind, LearnedReuse
 from kvstore.state.table.invariants import check
 from kvstore.state.table.pages import PageTable
 from kvstore.state.tree.node import PrefixNode, is_live
+from kvstore.state.tree.nodeheap import NodeHeap, NodeLine
 from kvstore.state.tree.prefix_tree import PrefixTree, Shard
 from kvstore.state.tree.sessions import Peer, Process, Session
-from kvstore.state.tree.slots import SlotTable
-from tests.state.world import World, hold, key
+from kvstore.state.tree.slots import Slot, SlotTable
+from tests.state.world import PAGE, World, hold, key
 
 PROMPTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), max_size=60)
 
@@ -56,7 +58,8 @@ class Watched:
             assert is_live(node)
             self.offered.remove(node)
         else:
-            assert not any(is_live(offered) for offered in self.offered), "a leaf was lost"
+            left = [one for one in self.offered if is_live(one) and not one.children]
+            assert not left, "a leaf was lost"
         return node
 
 
@@ -353,3 +356,83 @@ def test_leaves_that_have_gone_otherwise_do_not_wait_in_the_heap_for_the_next_ch
     heaps = [policy._heap] if kind is LeastRecent else policy._cells.values()
     assert sum(map(len, heaps)) == 20
     assert [policy.pop(0) for _ in range(21)] == [*nodes[40:], None]
+
+
+def changed_leaves(
+    policy: str, monkeypatch: pytest.MonkeyPatch, *, used: bool
+) -> tuple[World, PrefixTree, list[int]]:
+    """A leaf, and 2,000 that were continued or used since they were offered; pops of heaps."""
+    world = World(extents=80, slots_each=128)
+    world.table.eviction.change_policy(policy)
+    engine = world.process()
+    space = world.space(engine)
+    names = [chr(0x4E00 + number) for number in range(2001)]
+    for name in names:
+        world.store(engine, space, name + "a")
+    for name in names[1:]:
+        if used:
+            lease, _ = world.acquire(engine, space, name + "a")
+            world.table.release(engine, lease)
+        else:
+            world.store(engine, space, name + "ab", start=2)
+    pops: list[int] = []
+    for kind in (NodeHeap, NodeLine):
+        name = "pop" if kind is NodeHeap else "popleft"
+        popped = getattr(kind, name)
+
+        def pop(self: object, popped: Callable[[object], object] = popped) -> object:
+            pops.append(1)
+            return popped(self)
+
+        monkeypatch.setattr(kind, name, pop)
+    return world, space, pops
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("used", [False, True])
+def test_a_choice_passes_over_few_leaves_that_have_changed(policy, used, monkeypatch):
+    monkeypatch.setattr("kvstore.state.choice.policy.LOOKS_MAX", 100)
+    world, space, pops = changed_leaves(policy, monkeypatch, used=used)
+    eviction = world.table.eviction
+
+    for choice in range(8):
+        victim = eviction.victim(space, PAGE)
+        assert victim is not None
+        assert eviction.evictable(victim)
+        assert len(pops) <= 2 * (100 + 10 * (choice + 1))
+
+
+def test_a_choice_that_may_not_pass_over_more_takes_the_longest_unused_that_it_has_seen(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr("kvstore.state.choice.policy.LOOKS_MAX", 20)
+    for used in (False, True):
+        world, space, _ = changed_leaves("lru", monkeypatch, used=used)
+        first = world.table.eviction.victim(space, PAGE)
+        second = world.table.eviction.victim(space, PAGE)
+        assert first is not None
+        assert second is not None
+        assert first.key == key(chr(0x4E00) + "a")
+        assert second.key == key(chr(0x4E01) + ("a" if used else "ab"))
+
+
+def test_first_entries_of_leaves_that_were_continued_go_with_those_that_come(monkeypatch):
+    world, space, pops = changed_leaves("lru", monkeypatch, used=False)
+    assert world.table.eviction.victim(space, PAGE) is not None
+
+    for number in range(1000):
+        world.store(world.process(), space, chr(0x7000 + number))
+    pops.clear()
+    assert world.table.eviction.victim(space, PAGE) is not None
+    assert len(pops) <= 8
+
+
+def test_times_that_engines_report_make_a_limited_number_of_cells():
+    policy = HighestReuse(SLOT_BYTES)
+    for number in range(200):
+        space = a_space(number, prefill_s_per_token=10.0 ** (number - 190))
+        node = space.node(key("a"), PrefixKey(b""))
+        node.begin(0, Slot(0))
+        policy.add_candidate(node, 1)
+
+    assert len(policy._cells) <= 2 * COST_MAX + 1

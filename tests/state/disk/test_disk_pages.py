@@ -5,6 +5,7 @@ import pytest
 from kvstore.node.movements import Prefetch
 from kvstore.protocol.counts import NO_RECORDS
 from kvstore.protocol.errors import CapacityError, PageCorrupt
+from kvstore.state.choice.policy import POLICIES
 from kvstore.state.disk.jobs import (
     DiskRead,
     DiskSeal,
@@ -414,3 +415,15 @@ def test_a_prefetch_that_is_given_up_pins_nothing():
 
     assert world.in_memory("a") == [True]
     assert world.slots.stats().pinned_bytes == 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_all_pages_of_a_window_are_written_through_with_every_policy(policy):
+    world = DiskWorld()
+    world.table.eviction.change_policy(policy)
+    world.mine = world.space(world.me, [FULL, WINDOW])
+    world.store(world.me, world.mine, "abcd", shard=1)
+
+    assert [job.page.key for job in world.jobs(DiskWrite)] == chain("abcd")
+    world.end_all()
+    assert all(1 in world.node(path).disk for path in ("a", "ab", "abc", "abcd"))

@@ -1,14 +1,16 @@
 """Goal: a head that leaves is a miss at once, and whatever follows it leaves in turns, unseen."""
 
 from random import Random
+from typing import Any
 
 import pytest
 
 from kvstore.protocol.page import PrefixKey
 from kvstore.state.table import residents
 from kvstore.state.table.invariants import check
+from kvstore.state.table.orphans import tails_first
 from kvstore.state.tree.actions import PageStatus, Removed
-from kvstore.state.tree.node import Retention
+from kvstore.state.tree.node import PrefixNode, Retention
 from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.testing.simulation import Simulation
 from tests.state.world import FULL, FULL_2, World, chain, key
@@ -194,3 +196,72 @@ def test_every_rank_that_read_a_long_prompt_once_leaves_its_own_pages(world: Wor
     world.table.residents.drop_orphans(1000)
     check(world.table)
     assert key(once[:1]) not in space.nodes
+
+
+def heads_with_tails(world: World, keep: Retention, heads: int = 64) -> list[str]:
+    """Store one page each, and behind it 120 others that are kept for ever."""
+    engine = world.process()
+    space = world.space(engine)
+    paths = [chr(0x4E00 + number) for number in range(heads)]
+    for path in paths:
+        world.store(engine, space, path, keep=keep)
+        world.store(engine, space, path + "a" * 120, start=1)
+    world.removed()
+    return paths
+
+
+def test_pages_that_leave_with_those_that_expire_count_in_their_turn():
+    world = World(extents=128, slots_each=64)
+    heads = heads_with_tails(world, Retention(expires_ns=10))
+
+    left, more = [], True
+    while more:
+        more = world.table.expire(10)
+        left.append(len(world.removed("expired")))
+    assert sum(left) == len(heads) * 121
+    assert max(left) <= 256
+    check(world.table)
+
+
+def test_what_follows_the_pages_of_a_put_that_is_given_up_leaves_in_turns():
+    world = World(extents=128, slots_each=64)
+    engine = world.process()
+    space = world.space(engine)
+    path = "a" * 64
+    number, _, _ = world.begin(engine, space, path)
+    for end in range(1, 65):
+        world.store(engine, space, path[:end] + "b" * 100, start=end)
+    world.removed()
+
+    world.table.abort_put(engine, number)
+    assert len(world.removed("head_lost")) <= residents.DROP_AT_ONCE
+    assert world.lookup(space, path + "b" * 100) == (0, 0)
+    left = []
+    while world.table.residents.orphans:
+        sweep(world, 64)
+        left.append(len(world.removed("head_lost")))
+    assert max(left) <= 64
+    assert not space.nodes
+
+
+def test_the_first_step_behind_a_page_with_many_children_looks_at_few_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    world = World(extents=64, slots_each=64)
+    engine = world.process()
+    space = world.space(engine)
+    for number in range(1000):
+        world.store(engine, space, "a" + chr(0x4E00 + number))
+    looks = [0]
+    present: Any = PrefixNode.__dict__["present"]
+
+    def looked(node: PrefixNode) -> int:
+        looks[0] += 1
+        found: int = present.__get__(node)
+        return found
+
+    monkeypatch.setattr(PrefixNode, "present", property(looked, present.__set__))
+
+    walk = tails_first(space.nodes[key("a")], 0)
+    next(walk)
+    assert looks[0] <= 10

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvstore.state.table.deadlines import AGAIN_NS, Retirement
+from kvstore.state.table import deadlines
+from kvstore.state.table.deadlines import AGAIN_NS, VACATE_PAGES, Retirement
 from kvstore.state.table.invariants import check
 from kvstore.state.tree.actions import PageStatus
 from kvstore.state.tree.sessions import Peer, Process, Session
@@ -184,3 +185,50 @@ def test_a_process_that_settles_after_all_keeps_no_extent(scene: Scene):
 
     assert world.slots.replaced == []
     assert world.slots.stats().free_bytes == 8 * PAGE
+
+
+def test_one_turn_evicts_few_pages_of_however_many_extents():
+    world = World(extents=40, slots_each=64)
+    engine = world.process()
+    session = world.sessions.setdefault("hidden", Session(b"hidden", "hidden", 1 << 40))
+    hidden = Process(99, Peer(-1, watched=False), session)
+    session.processes[99] = hidden
+    space = world.space(engine)
+    world.space(hidden)
+    prompts = [chr(0x4E00 + number) + "a" * 31 for number in range(60)]
+    for prompt in prompts:
+        world.store(engine, space, prompt)
+        world.acquire(hidden, space, prompt[:1], until_ns=50)
+    world.table.expire(50)
+    scene = Scene(world, engine, hidden, Retirement(world.table.residents, AFTER_NS), [])
+    scene.lose()
+    world.removed()
+
+    now_ns, left = AFTER_NS, []
+    while not scene.ended:
+        scene.advance(now_ns)
+        left.append(len(world.removed("retired")))
+        assert scene.ended or scene.retirement.next_deadline_ns() == now_ns
+        check(world.table)
+    assert sum(left) == 60 * 32
+    assert max(left) <= VACATE_PAGES + 128
+    assert len(world.slots.replaced) == 30
+    assert scene.retirement.next_deadline_ns() == 0
+
+
+def test_one_turn_looks_at_the_slots_of_few_extents(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(deadlines, "LOOKS_MAX", 1)
+    world = World(extents=8, slots_each=2)
+    engine = world.process()
+    space = world.space(engine)
+    world.begin(engine, space, "abcdefghij")
+    engine.peer = Peer(-1, watched=False)
+    scene = Scene(world, engine, engine, Retirement(world.table.residents, AFTER_NS), [])
+    scene.lose()
+
+    for turn in range(1, 6):
+        assert not scene.ended
+        scene.advance(AFTER_NS)
+        assert len(world.slots.replaced) == turn
+    assert scene.ended == [engine]
+    check(world.table)

@@ -131,3 +131,16 @@ def test_a_head_without_pages_that_room_was_asked_behind_in_vain_is_pruned():
 
     assert status is PageStatus.NO_ROOM
     assert set(space.nodes) == known
+
+
+def test_a_page_is_refused_behind_an_unknown_one_between_it_and_the_page_before_it():
+    world = World()
+    engine = world.process()
+    space = world.space(engine, [FULL, FULL_2])
+    world.store(engine, space, "ab", shard=1)
+    keys = key("a") + key("between") + key("ab")
+
+    statuses, _ = world.table.begin_put(engine, 9, space, 0, keys, key(""))
+
+    assert statuses == [PageStatus.GRANTED, PageStatus.GRANTED, PageStatus.NO_PARENT]
+    assert world.table.counts["contradicting_pages"] == 1
