@@ -425,7 +425,9 @@ class PageMemory(Protocol):
 
 
 class LeftDisk(NamedTuple):
-    """Effect: pages and their descendants are no longer on disk; those not in memory are dropped.
+    """Effect: pages and their descendants leave the disk; those not in memory are dropped.
+
+    If they are many, they leave in later turns, the last pages first.
 
     Attributes:
         keys: of consecutive pages, 32 bytes each.

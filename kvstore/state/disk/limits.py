@@ -192,6 +192,7 @@ class DiskLimits:
         return (
             node.on_disk > 0
             and node not in self._going
+            and node not in node.space.departing
             and self._is_leaf(node)
             and is_live(node)
             and node.present == node.ready

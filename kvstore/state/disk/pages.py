@@ -221,7 +221,8 @@ class DiskPages:
                 "a page of these was stored with no_store, ttl_s or read_once and never goes to"
                 " disk: evict it and put it again"
             )
-        if new and (self.degraded or not self.log.has_room(new[0].space, shard)):
+        departs = any(at.space.departs(at) >> shard & 1 for at in nodes[-1:])
+        if departs or (new and (self.degraded or not self.log.has_room(new[0].space, shard))):
             raise CapacityError(_FULL)  # in vain, and said before anything is touched
         durable = Durable(
             [(node.space, shard, node.keys, node.digest_columns[shard]) for node in nodes]
@@ -250,10 +251,11 @@ class DiskPages:
         Raises:
             CapacityError: it cannot be written now.
         """
-        if node.on_disk >> shard & 1:
+        departs = node.space.departs(node) >> shard & 1
+        if node.on_disk >> shard & 1 and not departs:
             return True
         if not self.writes.holds(node, shard) and (
-            self.degraded or not self._write(node, shard, Durable())
+            self.degraded or departs or not self._write(node, shard, Durable())
         ):
             raise CapacityError("the SSD tier does not take this page now")
         return False
@@ -264,6 +266,8 @@ class DiskPages:
         Args:
             nodes: single pages of one space, each of which continues the one before it.
         """
+        if any(at.space.departs(at) for at in nodes[-1:]):
+            return 0
         if not self.degraded:
             self.writes.begin_all(nodes, self._now_ns)
             self._reclaimer.advance_reclaim(self._memory.moment.tick)

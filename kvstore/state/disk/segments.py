@@ -35,7 +35,7 @@ class _Drain(Enum):
     COPYING = 1
     SYNCING = 2
     READ = 3
-    """Only its readers have to end."""
+    """Only its readers have to end, and pages that leave in turns have to leave."""
     DELETING = 4
 
 
@@ -121,10 +121,11 @@ class SegmentReclaimer:
         """Removals were applied: copy the other pages once nothing more is to be removed."""
         self._losing = False
         victim = self._victim
-        if victim is None or self._stage is not _Drain.DROPPING or self._plan.drop:
+        if victim is None:
             return
-        self._stage = _Drain.COPYING
-        self._copy(victim, sorted(self._plan.carry, key=lambda part: part.depth), tick)
+        if self._stage is _Drain.DROPPING and not self._plan.drop:
+            self._stage = _Drain.COPYING
+            self._copy(victim, sorted(self._plan.carry, key=lambda part: part.depth), tick)
         if self._now_ns >= self._rests_until_ns:
             self._go_on(victim)
 
@@ -286,9 +287,8 @@ class SegmentReclaimer:
             self._stage = _Drain.SYNCING
             self._sync = self._queue.number()
             self._queue.submit(DiskSync(self._sync))
-        elif self._stage is _Drain.READ and not victim.readers:
-            self._stage = _Drain.DELETING
-            assert not victim.pages, "pages would lose their records"
+        elif self._stage is _Drain.READ and not victim.readers and not victim.pages:
+            self._stage = _Drain.DELETING  # all of its pages have left, departing ones too
             self._queue.submit(DiskDrop(self._queue.number(), victim.number))
 
     def _synced(self, error: KVStoreError | None, failed: tuple[int, ...]) -> KVStoreError | None:

@@ -100,6 +100,8 @@ class Writes:
                 return False  # its engine is still writing it, or it must not go to disk
             chain.append(at)
             at = None if window else at.above
+        if at is not None and space.departs(at) >> shard & 1:
+            return False  # it would leave with the page before it
         chain.reverse()
         wanted = admitted = sum([one.count for one in chain])
         size = space.shards[shard].record_bytes

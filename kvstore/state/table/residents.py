@@ -6,7 +6,7 @@ are unknown here; :mod:`kvstore.state.table.pages` knows them.
 """
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from kvstore.protocol.page import KEY_BYTES, PrefixKey
@@ -18,7 +18,13 @@ from kvstore.state.disk.graves import BURIED
 from kvstore.state.disk.pages import DiskPages, no_disk
 from kvstore.state.metering import Meter
 from kvstore.state.table.draining import Draining
-from kvstore.state.table.orphans import Orphans, subtree, tails_first
+from kvstore.state.table.orphans import (
+    Orphans,
+    few_records,
+    records_tails_first,
+    subtree,
+    tails_first,
+)
 from kvstore.state.table.runs import Owners, missing_pages, nodes_of
 from kvstore.state.tree.actions import (
     Abandoned,
@@ -27,6 +33,7 @@ from kvstore.state.tree.actions import (
     TierRemoved,
     TierStored,
 )
+from kvstore.state.tree.children import first_page
 from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.places import Tier
 from kvstore.state.tree.prefix_tree import PrefixTree
@@ -230,17 +237,82 @@ class Residents:
         """Drop descendants of dropped pages, in ``steps`` steps; see :attr:`orphans`."""
         left = steps
         while self.orphans and left > 0:
-            top, shard, cause, walk = self.orphans[0]
-            self.ghosts.head = top.key
-            for node in islice(walk, left):
-                left -= 1
-                if node is not None:
-                    self._drop_orphan(node, shard, cause)
-            self.ghosts.head = PrefixKey(b"")
+            top, shard, cause, walk, records = self.orphans[0]
+            if records:
+                left = self._lose_records(walk, shard, cause, left)
+            else:
+                self.ghosts.head = top.key
+                for node in islice(walk, left):
+                    left -= 1
+                    if node is not None:
+                        self._drop_orphan(node, shard, cause)
+                self.ghosts.head = PrefixKey(b"")
             if left > 0:  # the walk has ended
                 self.orphans.popleft()
-                top.space.fill_hole(top, shard)
+                if records:
+                    top.space.departed(top, shard)
+                    self.disk.applied()  # a segment may wait for this record
+                else:
+                    top.space.fill_hole(top, shard)
                 self.tidy(top)
+
+    # ---- records ----------------------------------------------------------------------------
+
+    def lose_records(self, node: PrefixNode, shard: int, cause: str) -> bool:
+        """Give up the records of a node and of its descendants; pages not in memory are dropped.
+
+        If they are many, :meth:`drop_orphans` gives them up over several turns, the last pages
+        first, so that after a power cut, too, all that is on disk can be reached.
+
+        Returns:
+            whether they are all given up now.
+        """
+        space, few = node.space, [node]
+        if not space.shards[shard].window_pages:
+            found = few_records(node, shard, DROP_AT_ONCE)
+            if found is None:
+                self._depart(first_page(node), shard, cause)
+                return False
+            few = found
+        for one in reversed(few):
+            self._lose_record(one, shard, cause)
+        assert not node.on_disk >> shard & 1, node
+        return True
+
+    def _depart(self, node: PrefixNode, shard: int, cause: str) -> None:
+        """Give up the records of a page and of its descendants in later turns."""
+        assert node.count == 1, ("part of it could be split off, and stay", node)
+        departing, bit = node.space.departing, 1 << shard
+        if not departing.get(node, 0) & bit:
+            departing[node] = departing.get(node, 0) | bit
+            self.story.tell("departing", node, shard)
+            walk = records_tails_first(node, shard)
+            self.orphans.append(Orphans(node, shard, cause, walk, records=True))
+
+    def _lose_records(
+        self, walk: Iterator[PrefixNode | None], shard: int, cause: str, most: int
+    ) -> int:
+        """Give up records of a walk, up to about ``most`` pages; returns how many are left of it.
+
+        More than 0: the walk has ended.
+        """
+        left = most
+        for node in walk:
+            left -= 1 if node is None else node.count
+            if node is not None:
+                self._lose_record(node, shard, cause)
+            if left <= 0:
+                break
+        return left
+
+    def _lose_record(self, node: PrefixNode, shard: int, cause: str) -> None:
+        """Give up the records of a node; if its pages are not in memory, drop them."""
+        if node.on_disk & node.memory & 1 << shard:
+            self.disk.limits.forget(node, shard)
+            self.emit(TierRemoved, node, shard, "ssd")
+        elif node.on_disk >> shard & 1:
+            self.drop(node, shard, cause)
+        assert not node.on_disk >> shard & 1, node
 
     def _drop_ready(self, node: PrefixNode, shard: int, cause: str) -> None:
         """Remove the READY pages of a node from every tier."""
