@@ -63,6 +63,8 @@ EVICTED_TURN: Final = 256
 run."""
 DURABLES_STEP: Final = 8
 """Durable puts that one step acknowledges; a turn has some tens of steps."""
+HEADS_MARKED: Final = 512
+"""Nodes before a run that a use of the run marks, for an engine may have the start of a prompt."""
 _FULL: Final = "the disk, or the space's quota of it, is full now; try later"
 
 
@@ -156,8 +158,14 @@ class DiskPages:
         if wanted:
             self._pump()
 
-    def used(self, node: PrefixNode, shard: int) -> None:
-        """A request loads the prefix that ends here."""
+    def used(self, nodes: Sequence[PrefixNode], shard: int) -> None:
+        """A request loads a run of pages: it uses those before them, too, wherever it has them."""
+        at, tick, node = nodes[0].above, self._memory.moment.tick, nodes[-1]
+        for _ in range(HEADS_MARKED):
+            if at is None or at.access >= tick:
+                break
+            at.access = tick
+            at = at.above
         if self.rules.write is WritePolicy.SELECTIVE and self.writes.is_dirty(node, shard):
             self._backlog.add(node, shard)
             self._pump()
