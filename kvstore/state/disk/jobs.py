@@ -44,7 +44,7 @@ class Verdict(Enum):
 
     EVICT = 0
     WRITING = 1
-    """It is being written first; its slot is pinned until then."""
+    """It is being written first; its slot is pinned until then. Or only pages before it are."""
     FULL = 2
     """It should be written, but too many writes are in progress."""
 

@@ -14,6 +14,7 @@ Completions come in any order. A write counts when its bytes are in the file and
 disk; whoever put it durably is told after the next sync that began later.
 """
 
+import sys
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Final
@@ -177,8 +178,8 @@ class DiskPages:
     def before_eviction(self, node: PrefixNode, pages: int = 1) -> Verdict:
         """The memory of a node's last ``pages`` pages is needed: write them first if admitted.
 
-        All pages of the node are written. If only the first ones are, the node is split, and keeps
-        the others.
+        All pages of the node are written, after those before it, which may take several turns. If
+        only the first ones are, the node is split, and keeps the others.
         """
         verdict = Verdict.EVICT
         if not self.exists:
@@ -201,11 +202,15 @@ class DiskPages:
                 continue
             if self.is_full or self._evicted >= EVICTED_TURN:
                 return Verdict.FULL
-            full = self._memory.counts["disk_full_pages"]
-            self._evicted += node.count
-            self._write(node, shard)
-            if self.writes.holds(node, shard):
-                verdict = Verdict.WRITING
+            full, before = self._memory.counts["disk_full_pages"], self.writes.in_flight_bytes
+            each = node.space.shards[shard].record_bytes
+            room = max(1, (self.rules.in_flight_bytes_max - before) // each)
+            most = min(EVICTED_TURN - self._evicted, room)
+            self._write(node, shard, most=most)
+            begun = (self.writes.in_flight_bytes - before) // each
+            self._evicted += max(begun, node.count)
+            if self.writes.holds(node, shard) or begun >= most:
+                verdict = Verdict.WRITING  # the pages before it come first, if they are many
             elif self._memory.counts["disk_full_pages"] > full and self._room_is_made:
                 return Verdict.FULL  # it waits for its place rather than be dropped
         return verdict
@@ -319,8 +324,11 @@ class DiskPages:
         """Pins ended: fewer pages may have to be kept."""
         self._reclaimer.reconsider()
 
-    def _write(self, node: PrefixNode, shard: int, durable: Durable | None = None) -> bool:
-        begun = self.writes.begin(node, shard, self._now_ns, durable)
+    def _write(
+        self, node: PrefixNode, shard: int, durable: Durable | None = None,
+        most: int = sys.maxsize,
+    ) -> bool:  # fmt: skip
+        begun = self.writes.begin(node, shard, self._now_ns, durable, most)
         self._reclaimer.advance_reclaim(self._memory.moment.tick)
         return begun
 

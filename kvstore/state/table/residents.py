@@ -10,11 +10,12 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from kvstore.protocol.page import KEY_BYTES, PrefixKey
-from kvstore.state.choice.eviction import Eviction
+from kvstore.state.choice.eviction import Eviction, classes
 from kvstore.state.choice.ghosts import Ghosts
-from kvstore.state.choice.policy import leave
+from kvstore.state.choice.policy import enter, leave
 from kvstore.state.choice.quotas import Pins
 from kvstore.state.disk.graves import BURIED
+from kvstore.state.disk.jobs import Verdict
 from kvstore.state.disk.pages import DiskPages, no_disk
 from kvstore.state.metering import Meter
 from kvstore.state.table.draining import Draining
@@ -142,11 +143,25 @@ class Residents:
         if self.disk.exists:
             self.disk.limits.add_candidate(node)
 
+    def put_off(self, node: PrefixNode, verdict: Verdict) -> None:
+        """A victim cannot go now: it is offered again at once, or when its write has ended.
+
+        If only pages before it are being written, it is offered in the next turn: others may go
+        meanwhile.
+        """
+        if verdict is Verdict.FULL:
+            self.add_candidate(node)
+        elif self.eviction.evictable(node):
+            for slot_bytes in set(classes(node)) - set(node.queued):
+                enter(node, slot_bytes)
+                self.draining.returning.append((node, slot_bytes))
+        assert verdict is not Verdict.EVICT, node
+
     def offer_more(self, most: int) -> int:
         """Offer up to ``most`` pages that no queue has: how many.
 
-        These are leaves that were skipped while an extent was emptied, and pages of pins that have
-        ended.
+        These are leaves that were skipped while an extent was emptied or pages before them were
+        written, and pages of pins that have ended.
         """
         returning = self.draining.returning
         for _ in range(offered := min(most, len(returning))):
