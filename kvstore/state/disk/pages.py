@@ -462,7 +462,9 @@ class DiskPages:
         self._syncs.advance(self._now_ns)
         if self._syncs.ended:
             self._end_durables()
-        self.unfinished |= bool(self._syncs.ended)
+        if self._reclaimer.choosing:
+            self._reclaimer.advance_reclaim(self._memory.moment.tick)
+        self.unfinished |= bool(self._syncs.ended) or self._reclaimer.choosing
 
     def advance(self, now_ns: int) -> None:
         """Advance the clock to ``now_ns``; :meth:`go_on` then syncs and writes what is due."""
