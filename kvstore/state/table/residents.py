@@ -198,12 +198,12 @@ class Residents:
         """Drop the READY pages of a node, and their descendants."""
         if not node.ready >> shard & 1:
             return
-        self.ghosts.head = node.key
+        in_memory, self.ghosts.head = node.in_memory, node.key
         self.drop_below(node, shard, cause)
         self.ghosts.head = PrefixKey(b"")
         self._drop_ready(node, shard, cause)
         assert not node.present >> shard & 1, node
-        self.tidy(node)
+        self.tidy(node, left_memory=in_memory)
 
     def drop_below(self, node: PrefixNode, shard: int, cause: str) -> None:
         """Drop the descendants of ``node``, which no lookup can reach without it.
@@ -224,12 +224,13 @@ class Residents:
 
     def _drop_orphan(self, node: PrefixNode, shard: int, cause: str) -> None:
         """Drop a leaf, whatever its state."""
+        in_memory = node.in_memory
         if node.ready >> shard & 1:
             self._drop_ready(node, shard, cause)
         elif node.present >> shard & 1:
             self.drop_writing(node, shard)  # its writer will find it DROPPED
         assert not node.present >> shard & 1, node
-        self.tidy(node)
+        self.tidy(node, left_memory=in_memory)
 
     def drop_read(self, held: Sequence[PrefixNode], slots: set[Slot]) -> None:
         """Drop those of the pages that were read once, of a lease of these slots.
@@ -360,12 +361,15 @@ class Residents:
         self.owners.remove(slots)
         return slots
 
-    def tidy(self, node: PrefixNode) -> None:
-        """After a removal: prune empty nodes, and add new leaves to the eviction queues."""
+    def tidy(self, node: PrefixNode, *, left_memory: bool = True) -> None:
+        """After a removal: prune empty nodes, and add new leaves to the eviction queues.
+
+        ``left_memory``: pages left memory; otherwise the leaves there are the same as before.
+        """
         if is_live(node):
             node = node.space.prune(node)
             self.disk.limits.add_candidate(node)
-            while not node.in_memory and node.above is not None:
+            while left_memory and not node.in_memory and node.above is not None:
                 node = node.above
             self.add_candidate(node)
 
