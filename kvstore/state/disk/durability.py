@@ -18,11 +18,11 @@ def never_on_disk(nodes: Sequence[PrefixNode], shard: int) -> bool:
 
 
 def are_there(space: PrefixTree, shard: int, keys: bytes, digests: bytes) -> bool:
-    """Whether pages are on disk, with the same bytes."""
+    """Whether pages are on disk, with the same bytes, and none of them is departing."""
     for number in range(len(keys) // KEY_BYTES):
         key = PrefixKey(keys[number * KEY_BYTES : (number + 1) * KEY_BYTES])
         node = space.index.get(key)
-        if node is None or not node.on_disk >> shard & 1:
+        if node is None or not node.on_disk & ~space.departing.get(node, 0) & 1 << shard:
             return False
         digest = digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
         if node.digest_at(shard, node.position(key)) != digest:

@@ -21,7 +21,7 @@ from typing import Final
 
 from kvstore.protocol.counts import RecordCounts, SsdCounts
 from kvstore.protocol.errors import CapacityError, DurabilityUnavailable, KVStoreError, PageCorrupt
-from kvstore.protocol.page import PrefixKey
+from kvstore.protocol.page import KEY_BYTES, PrefixKey
 from kvstore.state.choice.admission import Admission
 from kvstore.state.disk.backlog import Backlog
 from kvstore.state.disk.checks import CheckRun, DiskChecks
@@ -64,6 +64,8 @@ EVICTED_TURN: Final = 256
 run."""
 DURABLES_STEP: Final = 8
 """Durable puts that one step acknowledges; a turn has some tens of steps."""
+DURABLES_PAGES: Final = 512
+"""Pages of these; the last put may have more."""
 HEADS_MARKED: Final = 512
 """Nodes before a run that a use of the run marks, for an engine may have the start of a prompt."""
 _FULL: Final = "the disk, or the space's quota of it, is full now; try later"
@@ -350,8 +352,12 @@ class DiskPages:
 
     def _end_durables(self) -> None:
         """Acknowledge some durable puts that are synced or failed."""
-        for _ in range(min(DURABLES_STEP, len(self._syncs.ended))):
-            self._end_durable(self._syncs.ended.popleft())
+        ended, pages = self._syncs.ended, 0
+        for _ in range(min(DURABLES_STEP, len(ended))):
+            if pages >= DURABLES_PAGES:
+                break
+            pages += sum([len(keys) // KEY_BYTES for _, _, keys, _ in ended[0].pages])
+            self._end_durable(ended.popleft())
 
     def _end_durable(self, durable: Durable) -> None:
         assert not durable.ended, "its pages would be unpinned twice"

@@ -4,7 +4,7 @@ import pytest
 
 from kvstore.state.disk.jobs import DiskJob, DiskRead, DiskSync, DiskWrite
 from kvstore.state.disk.loads import LOADS_TURN
-from kvstore.state.disk.pages import BACKLOG_TURN, DURABLES_STEP, EVICTED_TURN
+from kvstore.state.disk.pages import BACKLOG_TURN, DURABLES_PAGES, DURABLES_STEP, EVICTED_TURN
 from kvstore.state.table.choosing import SPILL_WRITES
 from kvstore.state.table.invariants import check
 from kvstore.state.tree.actions import PageStatus
@@ -198,3 +198,25 @@ def test_durable_puts_that_one_sync_ends_are_acknowledged_in_turns():
         world.disk.go_on()
     assert world.disk.acknowledged == durables
     assert not world.disk.unfinished
+
+
+def test_durable_puts_of_many_pages_are_acknowledged_in_turns_by_their_pages():
+    world = DiskWorld(extents=400, segments=40)
+    paths = [chr(0x1000 + at) * 150 for at in range(10)]
+    for path in paths:
+        world.store(world.me, world.mine, path)
+    durables = [world.persist(path) for path in paths]
+    ended = most = 0
+    while ended < len(paths):
+        assert world.jobs(DiskJob) or world.disk.unfinished
+        for job in world.jobs(DiskJob) or [None]:
+            if job is None:
+                world.disk.go_on()
+            else:
+                del world.open[job.job]
+                world.table.tiers.completed(job.job, None)
+            before, ended = ended, sum(one.ended for one in durables)
+            most = max(most, 150 * (ended - before))
+    assert most <= 2 * (DURABLES_PAGES + 150), "two steps"
+
+    assert world.disk.acknowledged == durables

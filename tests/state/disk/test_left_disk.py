@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from kvstore.protocol.errors import CapacityError, PageCorrupt
-from kvstore.state.disk.jobs import DiskCheck, DiskDrop, DiskJob, DiskWrite
+from kvstore.state.disk.jobs import DiskCheck, DiskDrop, DiskJob, DiskSync, DiskWrite
 from kvstore.state.table import residents
 from kvstore.state.table.invariants import check
 from kvstore.state.table.residents import DROP_AT_ONCE
@@ -116,6 +116,19 @@ def test_nothing_is_written_below_a_record_that_is_about_to_leave(world: DiskWor
     assert durable.ended
     assert durable.error is None
     assert world.on_disk(HEAD + "new") == [True] * 7
+
+
+def test_a_durable_put_whose_record_is_found_corrupt_before_its_sync_is_not_acknowledged(
+    world: DiskWorld,
+):
+    durable = world.persist(HEAD)
+    (sync,) = world.jobs(DiskSync)
+    world.lose(world.node(HEAD), 0)
+
+    world.end_job(sync)
+
+    assert durable.ended
+    assert isinstance(durable.error, CapacityError)
 
 
 def test_a_write_that_was_under_way_below_it_leaves_too(world: DiskWorld):
