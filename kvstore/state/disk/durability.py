@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from kvstore.protocol.page import DIGEST_BYTES, KEY_BYTES, PrefixKey
+from kvstore.state.disk.jobs import DiskWrite, Durable, RecordOf
 from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.prefix_tree import PrefixTree
 
@@ -28,3 +29,16 @@ def are_there(space: PrefixTree, shard: int, keys: bytes, digests: bytes) -> boo
         if node.digest_at(shard, node.position(key)) != digest:
             return False
     return True
+
+
+def pages_of(durable: Durable) -> int:
+    """The number of pages of a durable put; 0 of a removal."""
+    return sum([len(keys) // KEY_BYTES for _, _, keys, _ in durable.pages])
+
+
+def is_in_slot(job: DiskWrite, of: RecordOf) -> bool:
+    """Whether the page that a job should write is still in that slot."""
+    key, shard, node = job.page.key, of.shard, of.space.index.get(job.page.key)
+    if node is None or not node.memory >> shard & 1:
+        return False
+    return node.slots_of(shard)[node.position(key)] == job.slot

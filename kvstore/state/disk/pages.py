@@ -15,17 +15,15 @@ disk; whoever put it durably is told after the next sync that began later.
 """
 
 import sys
-from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Final
 
 from kvstore.protocol.counts import RecordCounts, SsdCounts
 from kvstore.protocol.errors import CapacityError, DurabilityUnavailable, KVStoreError, PageCorrupt
-from kvstore.protocol.page import KEY_BYTES, PrefixKey
 from kvstore.state.choice.admission import Admission
 from kvstore.state.disk.backlog import Backlog
-from kvstore.state.disk.checks import CheckRun, DiskChecks
-from kvstore.state.disk.durability import are_there, never_on_disk
+from kvstore.state.disk.checks import CheckRun, DiskChecks, names
+from kvstore.state.disk.durability import are_there, is_in_slot, never_on_disk
 from kvstore.state.disk.graves import Graves
 from kvstore.state.disk.jobs import (
     DURABLES_MAX,
@@ -49,6 +47,7 @@ from kvstore.state.disk.jobs import (
 from kvstore.state.disk.limits import DiskLimits
 from kvstore.state.disk.loads import DiskLoads
 from kvstore.state.disk.log import SegmentLog
+from kvstore.state.disk.plans import mark_before
 from kvstore.state.disk.queue import DiskQueue
 from kvstore.state.disk.segments import SegmentReclaimer
 from kvstore.state.disk.syncs import Syncs
@@ -62,12 +61,6 @@ BACKLOG_TURN: Final = 64
 EVICTED_TURN: Final = 256
 """Maximum pages that one turn starts to write because their memory is needed, plus the rest of a
 run."""
-DURABLES_STEP: Final = 8
-"""Durable puts that one step acknowledges; a turn has some tens of steps."""
-DURABLES_PAGES: Final = 512
-"""Pages of these; the last put may have more."""
-HEADS_MARKED: Final = 512
-"""Nodes before a run that a use of the run marks, for an engine may have the start of a prompt."""
 _FULL: Final = "the disk, or the space's quota of it, is full now; try later"
 
 
@@ -163,12 +156,8 @@ class DiskPages:
 
     def used(self, nodes: Sequence[PrefixNode], shard: int) -> None:
         """A request loads a run of pages: it uses those before them, too, wherever it has them."""
-        at, tick, node = nodes[0].above, self._memory.moment.tick, nodes[-1]
-        for _ in range(HEADS_MARKED):
-            if at is None or at.access >= tick:
-                break
-            at.access = tick
-            at = at.above
+        mark_before(nodes[0], self._memory.moment.tick)
+        node = nodes[-1]
         if self.rules.write is WritePolicy.SELECTIVE and self.writes.is_dirty(node, shard):
             self._backlog.add(node, shard)
             self._pump()
@@ -352,12 +341,8 @@ class DiskPages:
 
     def _end_durables(self) -> None:
         """Acknowledge some durable puts that are synced or failed."""
-        ended, pages = self._syncs.ended, 0
-        for _ in range(min(DURABLES_STEP, len(ended))):
-            if pages >= DURABLES_PAGES:
-                break
-            pages += sum([len(keys) // KEY_BYTES for _, _, keys, _ in ended[0].pages])
-            self._end_durable(ended.popleft())
+        for durable in self._syncs.take_some():
+            self._end_durable(durable)
 
     def _end_durable(self, durable: Durable) -> None:
         assert not durable.ended, "its pages would be unpinned twice"
@@ -375,14 +360,14 @@ class DiskPages:
 
     def check(self, pages: Iterable[tuple[PrefixNode, int]]) -> CheckRun:
         """Read the records of pages of nodes again; pages that fail are quarantined."""
-        run = CheckRun(_names(pages))
+        run = CheckRun(names(pages))
         self._checks.begin(run)
         self._checks.go_on(len(self.loads))
         return run
 
     def read_tokens(self, pages: Iterable[tuple[PrefixNode, int]]) -> CheckRun:
         """Read only the tokens from the records of pages of nodes."""
-        run = CheckRun(_names(pages), tokens_only=True)
+        run = CheckRun(names(pages), tokens_only=True)
         self._checks.begin(run)
         self._checks.go_on(len(self.loads))
         return run
@@ -452,22 +437,20 @@ class DiskPages:
         for node, shard in self.writes.wrote(job, error):
             if node.disk_pins:
                 self._backlog.add(node, shard)
-        if isinstance(error, PageCorrupt) and _is_in_slot(job, of):
+        if isinstance(error, PageCorrupt) and is_in_slot(job, of):
             self._queue.effects.append(CorruptRecord(of.space, of.shard, job.page.key))
 
     def go_on(self) -> None:
         """Write and sync waiting pages, as far as possible now."""
         self._evicted = 0
-        if self._syncs.ended:
-            self._end_durables()
+        self._end_durables()
         if not self.degraded:
             self.graves.write()
         self._pump()
         if self._checks.runs:
             self._checks.go_on(len(self.loads))
         self._syncs.advance(self._now_ns)
-        if self._syncs.ended:
-            self._end_durables()
+        self._end_durables()
         if self._reclaimer.choosing:
             self._reclaimer.advance_reclaim(self._memory.moment.tick)
         self.unfinished |= bool(self._syncs.ended) or self._reclaimer.choosing
@@ -522,16 +505,3 @@ def no_disk(memory: PageMemory) -> DiskPages:
     """The disk side of a node without an SSD tier: its log has no room, so it accepts no record."""
     rules = DiskRules(WritePolicy.BACK, SyncPolicy.NONE, 0, 0)
     return DiskPages(memory, SegmentLog(0, BLOCK_BYTES), Admission("all", 0, 0), rules)
-
-
-def _names(pages: Iterable[tuple[PrefixNode, int]]) -> deque[tuple[PrefixTree, int, PrefixKey]]:
-    """Space, shard and key of all pages of some nodes."""
-    return deque((node.space, shard, key) for node, shard in pages for key in node.key_list())
-
-
-def _is_in_slot(job: DiskWrite, of: RecordOf) -> bool:
-    """Whether the page that a job should write is still in that slot."""
-    key, shard, node = job.page.key, of.shard, of.space.index.get(job.page.key)
-    if node is None or not node.memory >> shard & 1:
-        return False
-    return node.slots_of(shard)[node.position(key)] == job.slot

@@ -4,7 +4,8 @@ import pytest
 
 from kvstore.state.disk.jobs import DiskJob, DiskRead, DiskSync, DiskWrite
 from kvstore.state.disk.loads import LOADS_TURN
-from kvstore.state.disk.pages import BACKLOG_TURN, DURABLES_PAGES, DURABLES_STEP, EVICTED_TURN
+from kvstore.state.disk.pages import BACKLOG_TURN, EVICTED_TURN
+from kvstore.state.disk.syncs import DURABLES_PAGES, DURABLES_STEP
 from kvstore.state.table.choosing import SPILL_WRITES
 from kvstore.state.table.invariants import check
 from kvstore.state.tree.actions import PageStatus

@@ -1,6 +1,6 @@
 """Goal: who reads the end of a prompt uses its start, which then outlives its segment."""
 
-from kvstore.state.disk.pages import HEADS_MARKED
+from kvstore.state.disk.plans import HEADS_MARKED
 from tests.state.disk.disk_world import DiskWorld
 from tests.state.disk.test_disk_limits import LimitedWorld
 from tests.state.world import chain, key
