@@ -139,8 +139,9 @@ class DiskTier:
         self._node.pages.tiers.go_on()
         if not self.pages.jobs:
             return
-        held = [job for job in self.pages.jobs if self._waits(job)]
-        if held:
+        held: list[DiskJob] = []
+        if self._memory.missing_bytes():
+            held = [job for job in self.pages.jobs if self._waits(job)]
             self.pages.jobs[:] = [job for job in self.pages.jobs if not self._waits(job)]
         jobs = self.pages.jobs[: self._log.room]
         self.pages.jobs[: len(jobs)] = held
@@ -200,7 +201,7 @@ class DiskTier:
 
     def _waits(self, job: DiskJob) -> bool:
         """Whether a page's target memory is still being created."""
-        if not self._memory.missing_bytes() or not isinstance(job, DiskRead):
+        if not isinstance(job, DiskRead):
             return False
         extent, _, _ = self._node.pages.slots.address(job.slot)
         return self._memory.pending(extent)

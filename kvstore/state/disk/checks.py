@@ -4,6 +4,7 @@ Loads have priority: few records are read at a time, and only one while a reques
 """
 
 from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -159,3 +160,8 @@ def _is_at(node: PrefixNode, shard: int, job: DiskCheck | DiskTokens) -> bool:
 
 def _size(job: DiskCheck | DiskTokens) -> int:
     return HEADER_BYTES if isinstance(job, DiskTokens) else job.page.length
+
+
+def names(pages: Iterable[tuple[PrefixNode, int]]) -> deque[tuple[PrefixTree, int, PrefixKey]]:
+    """Space, shard and key of all pages of some nodes."""
+    return deque((node.space, shard, key) for node, shard in pages for key in node.key_list())

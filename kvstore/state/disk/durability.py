@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from kvstore.protocol.page import DIGEST_BYTES, KEY_BYTES, PrefixKey
+from kvstore.state.disk.jobs import DiskWrite, Durable, RecordOf
 from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.prefix_tree import PrefixTree
 
@@ -18,13 +19,26 @@ def never_on_disk(nodes: Sequence[PrefixNode], shard: int) -> bool:
 
 
 def are_there(space: PrefixTree, shard: int, keys: bytes, digests: bytes) -> bool:
-    """Whether pages are on disk, with the same bytes."""
+    """Whether pages are on disk, with the same bytes, and none of them is departing."""
     for number in range(len(keys) // KEY_BYTES):
         key = PrefixKey(keys[number * KEY_BYTES : (number + 1) * KEY_BYTES])
         node = space.index.get(key)
-        if node is None or not node.on_disk >> shard & 1:
+        if node is None or not node.on_disk & ~space.departing.get(node, 0) & 1 << shard:
             return False
         digest = digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
         if node.digest_at(shard, node.position(key)) != digest:
             return False
     return True
+
+
+def pages_of(durable: Durable) -> int:
+    """The number of pages of a durable put; 0 of a removal."""
+    return sum([len(keys) // KEY_BYTES for _, _, keys, _ in durable.pages])
+
+
+def is_in_slot(job: DiskWrite, of: RecordOf) -> bool:
+    """Whether the page that a job should write is still in that slot."""
+    key, shard, node = job.page.key, of.shard, of.space.index.get(job.page.key)
+    if node is None or not node.memory >> shard & 1:
+        return False
+    return node.slots_of(shard)[node.position(key)] == job.slot

@@ -44,7 +44,7 @@ class Verdict(Enum):
 
     EVICT = 0
     WRITING = 1
-    """It is being written first; its slot is pinned until then."""
+    """It is being written first; its slot is pinned until then. Or only pages before it are."""
     FULL = 2
     """It should be written, but too many writes are in progress."""
 
@@ -425,7 +425,9 @@ class PageMemory(Protocol):
 
 
 class LeftDisk(NamedTuple):
-    """Effect: pages and their descendants are no longer on disk; those not in memory are dropped.
+    """Effect: pages and their descendants leave the disk; those not in memory are dropped.
+
+    If they are many, they leave in later turns, the last pages first.
 
     Attributes:
         keys: of consecutive pages, 32 bytes each.

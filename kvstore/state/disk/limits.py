@@ -170,6 +170,10 @@ class DiskLimits:
         """Bytes of a space that are being written."""
         return self.writing.bytes_of(space)
 
+    def there_bytes(self, space: PrefixTree) -> int:
+        """Bytes that a space has on disk; what is being written may fail."""
+        return space.disk_bytes - self.writing_bytes(space)
+
     def _exceeded(self, space: PrefixTree, more_bytes: int) -> bool:
         return self.quotas.exceeded(space, more_bytes - self._going_bytes[space.number])
 
@@ -192,6 +196,7 @@ class DiskLimits:
         return (
             node.on_disk > 0
             and node not in self._going
+            and node not in node.space.departing
             and self._is_leaf(node)
             and is_live(node)
             and node.present == node.ready
@@ -235,8 +240,7 @@ class DiskLimits:
     def _beyond_excess(self, pages: list[tuple[PrefixNode, int]]) -> set[tuple[PrefixNode, int]]:
         """The pages of a space that cannot be removed without violating its reservation."""
         space = pages[0][0].space
-        there = space.disk_bytes - self.writing_bytes(space)  # what is being written may fail
-        excess = there - self.quotas.get(space).reserved_bytes
+        excess = self.there_bytes(space) - self.quotas.get(space).reserved_bytes
         going: set[tuple[PrefixNode, int]] = set()
         kept: set[tuple[PrefixNode, int]] = set()
         for node, shard in sorted(pages, key=lambda page: -page[0].depth):

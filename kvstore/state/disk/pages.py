@@ -14,7 +14,7 @@ Completions come in any order. A write counts when its bytes are in the file and
 disk; whoever put it durably is told after the next sync that began later.
 """
 
-from collections import deque
+import sys
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Final
@@ -24,8 +24,8 @@ from kvstore.protocol.errors import CapacityError, DurabilityUnavailable, KVStor
 from kvstore.protocol.page import PrefixKey
 from kvstore.state.choice.admission import Admission
 from kvstore.state.disk.backlog import Backlog, stored_nodes
-from kvstore.state.disk.checks import CheckRun, DiskChecks
-from kvstore.state.disk.durability import are_there, never_on_disk
+from kvstore.state.disk.checks import CheckRun, DiskChecks, names
+from kvstore.state.disk.durability import are_there, is_in_slot, never_on_disk
 from kvstore.state.disk.graves import Graves
 from kvstore.state.disk.jobs import (
     DURABLES_MAX,
@@ -49,6 +49,7 @@ from kvstore.state.disk.jobs import (
 from kvstore.state.disk.limits import DiskLimits
 from kvstore.state.disk.loads import DiskLoads
 from kvstore.state.disk.log import SegmentLog
+from kvstore.state.disk.plans import mark_before
 from kvstore.state.disk.queue import DiskQueue
 from kvstore.state.disk.segments import SegmentReclaimer
 from kvstore.state.disk.syncs import Syncs
@@ -62,8 +63,6 @@ BACKLOG_TURN: Final = 64
 EVICTED_TURN: Final = 256
 """Maximum pages that one turn starts to write because their memory is needed, plus the rest of a
 run."""
-DURABLES_STEP: Final = 8
-"""Durable puts that one step acknowledges; a turn has some tens of steps."""
 _FULL: Final = "the disk, or the space's quota of it, is full now; try later"
 
 
@@ -161,8 +160,10 @@ class DiskPages:
         if wanted:
             self._pump()
 
-    def used(self, node: PrefixNode, shard: int) -> None:
-        """A request loads the prefix that ends here."""
+    def used(self, nodes: Sequence[PrefixNode], shard: int) -> None:
+        """A request loads a run of pages: it uses those before them, too, wherever it has them."""
+        mark_before(nodes[0], self._memory.moment.tick)
+        node = nodes[-1]
         if self.rules.write is WritePolicy.SELECTIVE and self.writes.is_dirty(node, shard):
             self._backlog.add(node, shard)
             self._pump()
@@ -174,8 +175,8 @@ class DiskPages:
     def before_eviction(self, node: PrefixNode, pages: int = 1) -> Verdict:
         """The memory of a node's last ``pages`` pages is needed: write them first if admitted.
 
-        All pages of the node are written. If only the first ones are, the node is split, and keeps
-        the others.
+        All pages of the node are written, after those before it, which may take several turns. If
+        only the first ones are, the node is split, and keeps the others.
         """
         verdict = Verdict.EVICT
         if not self.exists:
@@ -198,11 +199,15 @@ class DiskPages:
                 continue
             if self.is_full or self._evicted >= EVICTED_TURN:
                 return Verdict.FULL
-            full = self._memory.counts["disk_full_pages"]
-            self._evicted += node.count
-            self._write(node, shard)
-            if self.writes.holds(node, shard):
-                verdict = Verdict.WRITING
+            full, before = self._memory.counts["disk_full_pages"], self.writes.in_flight_bytes
+            each = node.space.shards[shard].record_bytes
+            room = max(1, (self.rules.in_flight_bytes_max - before) // each)
+            most = min(EVICTED_TURN - self._evicted, room)
+            self._write(node, shard, most=most)
+            begun = (self.writes.in_flight_bytes - before) // each
+            self._evicted += max(begun, node.count)
+            if self.writes.holds(node, shard) or begun >= most:
+                verdict = Verdict.WRITING  # the pages before it come first, if they are many
             elif self._memory.counts["disk_full_pages"] > full and self._room_is_made:
                 return Verdict.FULL  # it waits for its place rather than be dropped
         return verdict
@@ -226,7 +231,8 @@ class DiskPages:
                 "a page of these was stored with no_store, ttl_s or read_once and never goes to"
                 " disk: evict it and put it again"
             )
-        if new and (self.degraded or not self.log.has_room(new[0].space, shard)):
+        departs = any(at.space.departs(at) >> shard & 1 for at in nodes[-1:])
+        if departs or (new and (self.degraded or not self.log.has_room(new[0].space, shard))):
             raise CapacityError(_FULL)  # in vain, and said before anything is touched
         durable = Durable(
             [(node.space, shard, node.keys, node.digest_columns[shard]) for node in nodes]
@@ -255,10 +261,11 @@ class DiskPages:
         Raises:
             CapacityError: it cannot be written now.
         """
-        if node.on_disk >> shard & 1:
+        departs = node.space.departs(node) >> shard & 1
+        if node.on_disk >> shard & 1 and not departs:
             return True
         if not self.writes.holds(node, shard) and (
-            self.degraded or not self._write(node, shard, Durable())
+            self.degraded or departs or not self._write(node, shard, Durable())
         ):
             raise CapacityError("the SSD tier does not take this page now")
         return False
@@ -269,6 +276,8 @@ class DiskPages:
         Args:
             nodes: single pages of one space, each of which continues the one before it.
         """
+        if any(at.space.departs(at) for at in nodes[-1:]):
+            return 0
         if not self.degraded:
             self.writes.begin_all(nodes, self._now_ns)
             self._reclaimer.advance_reclaim(self._memory.moment.tick)
@@ -312,8 +321,11 @@ class DiskPages:
         """Pins ended: fewer pages may have to be kept."""
         self._reclaimer.reconsider()
 
-    def _write(self, node: PrefixNode, shard: int, durable: Durable | None = None) -> bool:
-        begun = self.writes.begin(node, shard, self._now_ns, durable)
+    def _write(
+        self, node: PrefixNode, shard: int, durable: Durable | None = None,
+        most: int = sys.maxsize,
+    ) -> bool:  # fmt: skip
+        begun = self.writes.begin(node, shard, self._now_ns, durable, most)
         self._reclaimer.advance_reclaim(self._memory.moment.tick)
         return begun
 
@@ -335,8 +347,8 @@ class DiskPages:
 
     def _end_durables(self) -> None:
         """Acknowledge some durable puts that are synced or failed."""
-        for _ in range(min(DURABLES_STEP, len(self._syncs.ended))):
-            self._end_durable(self._syncs.ended.popleft())
+        for durable in self._syncs.take_some():
+            self._end_durable(durable)
 
     def _end_durable(self, durable: Durable) -> None:
         assert not durable.ended, "its pages would be unpinned twice"
@@ -354,14 +366,14 @@ class DiskPages:
 
     def check(self, pages: Iterable[tuple[PrefixNode, int]]) -> CheckRun:
         """Read the records of pages of nodes again; pages that fail are quarantined."""
-        run = CheckRun(_names(pages))
+        run = CheckRun(names(pages))
         self._checks.begin(run)
         self._checks.go_on(len(self.loads))
         return run
 
     def read_tokens(self, pages: Iterable[tuple[PrefixNode, int]]) -> CheckRun:
         """Read only the tokens from the records of pages of nodes."""
-        run = CheckRun(_names(pages), tokens_only=True)
+        run = CheckRun(names(pages), tokens_only=True)
         self._checks.begin(run)
         self._checks.go_on(len(self.loads))
         return run
@@ -431,23 +443,23 @@ class DiskPages:
         for node, shard in self.writes.wrote(job, error):
             if node.disk_pins:
                 self._backlog.add(node, shard)
-        if isinstance(error, PageCorrupt) and _is_in_slot(job, of):
+        if isinstance(error, PageCorrupt) and is_in_slot(job, of):
             self._queue.effects.append(CorruptRecord(of.space, of.shard, job.page.key))
 
     def go_on(self) -> None:
         """Write and sync waiting pages, as far as possible now."""
         self._evicted = 0
-        if self._syncs.ended:
-            self._end_durables()
+        self._end_durables()
         if not self.degraded:
             self.graves.write()
         self._pump()
         if self._checks.runs:
             self._checks.go_on(len(self.loads))
         self._syncs.advance(self._now_ns)
-        if self._syncs.ended:
-            self._end_durables()
-        self.unfinished |= bool(self._syncs.ended)
+        self._end_durables()
+        if self._reclaimer.choosing:
+            self._reclaimer.advance_reclaim(self._memory.moment.tick)
+        self.unfinished |= bool(self._syncs.ended) or self._reclaimer.choosing
 
     def advance(self, now_ns: int) -> None:
         """Advance the clock to ``now_ns``; :meth:`go_on` then syncs and writes what is due."""
@@ -499,16 +511,3 @@ def no_disk(memory: PageMemory) -> DiskPages:
     """The disk side of a node without an SSD tier: its log has no room, so it accepts no record."""
     rules = DiskRules(WritePolicy.BACK, SyncPolicy.NONE, 0, 0)
     return DiskPages(memory, SegmentLog(0, BLOCK_BYTES), Admission("all", 0, 0), rules)
-
-
-def _names(pages: Iterable[tuple[PrefixNode, int]]) -> deque[tuple[PrefixTree, int, PrefixKey]]:
-    """Space, shard and key of all pages of some nodes."""
-    return deque((node.space, shard, key) for node, shard in pages for key in node.key_list())
-
-
-def _is_in_slot(job: DiskWrite, of: RecordOf) -> bool:
-    """Whether the page that a job should write is still in that slot."""
-    key, shard, node = job.page.key, of.shard, of.space.index.get(job.page.key)
-    if node is None or not node.memory >> shard & 1:
-        return False
-    return node.slots_of(shard)[node.position(key)] == job.slot

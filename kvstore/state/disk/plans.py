@@ -1,13 +1,16 @@
 """Which pages of a reclaimed segment are carried over, and which are dropped. Pure."""
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from kvstore.protocol.page import KEY_BYTES, PrefixKey
 from kvstore.state.disk.records import PageRecords
 from kvstore.state.tree.columns import unpack_places
 from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.prefix_tree import PrefixTree
+
+HEADS_MARKED: Final = 512
+"""Nodes before a run that a use of the run marks, for an engine may have the start of a prompt."""
 
 
 class Part(NamedTuple):
@@ -127,6 +130,16 @@ def plan(
     reclaim.carry.sort(key=lambda part: part.depth)
     reclaim.drop.sort(key=lambda part: -part.depth)
     return reclaim
+
+
+def mark_before(node: PrefixNode, tick: int) -> None:
+    """Mark the nodes before a used one, too: a plan takes a mark for that of all below it."""
+    at = node.above
+    for _ in range(HEADS_MARKED):
+        if at is None or at.access >= tick:
+            return
+        at.access = tick
+        at = at.above
 
 
 def _before(

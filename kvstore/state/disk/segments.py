@@ -7,7 +7,7 @@ were; and when no reader is left, the file is deleted and the room is free.
 
 from collections import Counter
 from enum import Enum
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvstore.protocol.errors import KVStoreError, PageCorrupt
 from kvstore.state.choice.admission import Admission
@@ -35,7 +35,7 @@ class _Drain(Enum):
     COPYING = 1
     SYNCING = 2
     READ = 3
-    """Only its readers have to end."""
+    """Only its readers have to end, and pages that leave in turns have to leave."""
     DELETING = 4
 
 
@@ -48,6 +48,18 @@ writes."""
 GAIN_MIN: Final = 1 / 8
 """A segment is not reclaimed if less than this part of it, or less than a page, would be freed: it
 would only be copied again and again."""
+
+
+class _Barren(NamedTuple):
+    """A segment that is not worth reclaiming.
+
+    Attributes:
+        pages: pages in it.
+        there: the spaces of these, and what each had on disk, in bytes.
+    """
+
+    pages: int
+    there: list[tuple[PrefixTree, int]]
 
 
 class SegmentReclaimer:
@@ -63,6 +75,9 @@ class SegmentReclaimer:
 
     Pages that a reclaim removes are effects, see :class:`~kvstore.state.disk.jobs.LeftDisk`;
     :meth:`resume` is called when they have been applied.
+
+    Attributes:
+        choosing: a segment was not worth reclaiming; :meth:`advance_reclaim` looks at the next one.
     """
 
     def __init__(
@@ -77,8 +92,9 @@ class SegmentReclaimer:
         self._retry_ns = retry_ns
         self._now_ns = self._rests_until_ns = 0
         self._victim: Segment | None = None
-        #: Segments that are not worth reclaiming → pages in them when that was found.
-        self._barren: dict[int, int] = {}
+        self.choosing = False
+        #: Segments that are not worth reclaiming → what they were when that was found.
+        self._barren: dict[int, _Barren] = {}
         #: Segments whose file could not be deleted → when that is tried again.
         self._stuck: dict[int, int] = {}
         self._stage = _Drain.COPYING
@@ -93,8 +109,8 @@ class SegmentReclaimer:
 
     @property
     def reclaiming(self) -> bool:
-        """Whether a segment is being reclaimed."""
-        return self._victim is not None
+        """Whether a segment is being reclaimed, or chosen for it."""
+        return self._victim is not None or self.choosing
 
     def advance(self, now_ns: int, tick: int) -> None:
         """Advance the clock to ``now_ns``: do what is due, including retries."""
@@ -110,9 +126,9 @@ class SegmentReclaimer:
             if not segment.writing and not segment.sealing:
                 segment.sealing = True
                 self._queue.submit(DiskSeal(self._queue.number(), segment.number))
-        if self._victim is None and self._log.wants_reclaim:
-            self._choose(tick)
-        elif self._victim is not None and self._stage is _Drain.DROPPING:
+        if self._victim is None:
+            self.choosing = self._log.wants_reclaim and self._choose(tick)
+        elif self._stage is _Drain.DROPPING:
             self._drop(self._victim, tick, DROPS_A_JOB)
         if self._victim is not None and self._now_ns >= self._rests_until_ns:
             self._go_on(self._victim)
@@ -121,10 +137,11 @@ class SegmentReclaimer:
         """Removals were applied: copy the other pages once nothing more is to be removed."""
         self._losing = False
         victim = self._victim
-        if victim is None or self._stage is not _Drain.DROPPING or self._plan.drop:
+        if victim is None:
             return
-        self._stage = _Drain.COPYING
-        self._copy(victim, sorted(self._plan.carry, key=lambda part: part.depth), tick)
+        if self._stage is _Drain.DROPPING and not self._plan.drop:
+            self._stage = _Drain.COPYING
+            self._copy(victim, sorted(self._plan.carry, key=lambda part: part.depth), tick)
         if self._now_ns >= self._rests_until_ns:
             self._go_on(victim)
 
@@ -145,7 +162,7 @@ class SegmentReclaimer:
             case DiskSeal(segment=number):
                 # Without a footer it is scanned at the next start; that is all.
                 self._log.sealed(number)
-                self.reconsider()  # a space may have grown beyond its reservation
+                self._reconsider_grown()
                 self._counts["disk_seals_failed"] += error is not None
             case DiskCopy():
                 assert of is not None
@@ -173,29 +190,45 @@ class SegmentReclaimer:
         """Fewer pages may have to be kept than before."""
         self._barren.clear()
 
+    def _reconsider_grown(self) -> None:
+        """Spaces may have grown beyond their reservations: look at their segments again."""
+        there: dict[int, int] = {}
+        for number, barren in list(self._barren.items()):
+            for space, _ in barren.there:
+                if space.number not in there:
+                    there[space.number] = self._limits.there_bytes(space)
+            if any(there[space.number] > before for space, before in barren.there):
+                del self._barren[number]
+
     def is_mine(self, job: int) -> bool:
         """Whether a sync belongs to this reclaimer."""
         return job == self._sync
 
-    def _choose(self, tick: int) -> None:
+    def _choose(self, tick: int) -> bool:
+        """Begin to reclaim a segment, if it is worth it; otherwise, whether to look at another."""
         assert self._victim is None
         segments = self._log.segments
-        for number, pages in list(self._barren.items()):
-            if number not in segments or len(segments[number].pages) != pages:
+        for number, barren in list(self._barren.items()):
+            if number not in segments or len(segments[number].pages) != barren.pages:
                 del self._barren[number]
-        while (victim := self._log.victim(self._passed_over())) is not None:
-            kept = self._limits.kept(victim)
-            sizes = [node.space.shards[shard].record_bytes for node, shard in kept]
-            room = victim.size_bytes - footer_bytes(victim.records + 1)
-            gain = max([room * GAIN_MIN, *sizes])
-            awaited = victim.number in self._barren  # by tombstones, or it would not be here again
-            if victim.failed or awaited or sum(sizes) + gain <= room:
-                self._victim = victim
-                self._counts["disk_kept_pages"] += len(kept)
-                plan = self._log.plan(victim, tick, self._admission.carry_from, kept)
-                self._begin(victim, plan, tick)
-                return
-            self._barren[victim.number] = len(victim.pages)
+        victim = self._log.victim(self._passed_over())
+        if victim is None:
+            return False
+        kept = self._limits.kept(victim)
+        sizes = [node.space.shards[shard].record_bytes for node, shard in kept]
+        room = victim.size_bytes - footer_bytes(victim.records + 1)
+        gain = max([room * GAIN_MIN, *sizes])
+        awaited = victim.number in self._barren  # by tombstones, or it would not be here again
+        if victim.failed or awaited or sum(sizes) + gain <= room:
+            self._victim = victim
+            self._counts["disk_kept_pages"] += len(kept)
+            plan = self._log.plan(victim, tick, self._admission.carry_from, kept)
+            self._begin(victim, plan, tick)
+            return False
+        spaces = {one.space.number: one.space for one in victim.pages.stretches}
+        there = [(space, self._limits.there_bytes(space)) for space in spaces.values()]
+        self._barren[victim.number] = _Barren(len(victim.pages), there)
+        return True
 
     def _passed_over(self) -> set[int]:
         stuck = {number for number, at_ns in self._stuck.items() if self._now_ns < at_ns}
@@ -286,9 +319,8 @@ class SegmentReclaimer:
             self._stage = _Drain.SYNCING
             self._sync = self._queue.number()
             self._queue.submit(DiskSync(self._sync))
-        elif self._stage is _Drain.READ and not victim.readers:
-            self._stage = _Drain.DELETING
-            assert not victim.pages, "pages would lose their records"
+        elif self._stage is _Drain.READ and not victim.readers and not victim.pages:
+            self._stage = _Drain.DELETING  # all of its pages have left, departing ones too
             self._queue.submit(DiskDrop(self._queue.number(), victim.number))
 
     def _synced(self, error: KVStoreError | None, failed: tuple[int, ...]) -> KVStoreError | None:

@@ -5,10 +5,17 @@ A sync covers everything written before it began. At most one is in progress: wi
 """
 
 from collections import deque
+from typing import Final
 
 from kvstore.protocol.errors import KVStoreError
+from kvstore.state.disk.durability import pages_of
 from kvstore.state.disk.jobs import DiskRules, DiskSync, Durable, SyncPolicy
 from kvstore.state.disk.queue import DiskQueue
+
+DURABLES_STEP: Final = 8
+"""Durable puts that one step acknowledges; a turn has some tens of steps."""
+DURABLES_PAGES: Final = 512
+"""Pages of these; the last put may have more."""
 
 
 class Syncs:
@@ -33,6 +40,15 @@ class Syncs:
         #: Who waits for the next one, and who for the one under way.
         self._next: list[Durable] = []
         self._present: list[Durable] = []
+
+    def take_some(self) -> list[Durable]:
+        """Remove the first of ``ended``, as many as one step acknowledges."""
+        found: list[Durable] = []
+        pages = 0
+        while self.ended and len(found) < DURABLES_STEP and pages < DURABLES_PAGES:
+            found.append(self.ended.popleft())
+            pages += pages_of(found[-1])
+        return found
 
     def wrote(self) -> None:
         """A record was written."""

@@ -6,6 +6,7 @@ and the page before them is on disk: until then it waits for the write of that p
 followers wait for it. If a record failed, only the pages before that record count.
 """
 
+import sys
 from collections.abc import Sequence
 
 from kvstore.protocol.errors import CapacityError, KVStoreError
@@ -79,13 +80,14 @@ class Writes:
         )
 
     def begin(
-        self, node: PrefixNode, shard: int, now_ns: int, durable: Durable | None = None
-    ) -> bool:
+        self, node: PrefixNode, shard: int, now_ns: int, durable: Durable | None = None,
+        most: int = sys.maxsize,
+    ) -> bool:  # fmt: skip
         """Start to write a node's pages and the pages before it; returns whether all were started.
 
-        For a durable put, which is notified, or for ordinary pages, as far as admitted. If only
-        some pages are being written, the node is split, and keeps the others; otherwise it keeps
-        the last of them.
+        For a durable put, which is notified, or for ordinary pages, as far as admitted, and the
+        first ``most`` of them and the rest of a run. If only some pages are being written, the node
+        is split, and keeps the others; otherwise it keeps the last of them.
         """
         space, window = node.space, node.space.shards[shard].window_pages
         chain: list[PrefixNode] = []
@@ -100,6 +102,8 @@ class Writes:
                 return False  # its engine is still writing it, or it must not go to disk
             chain.append(at)
             at = None if window else at.above
+        if at is not None and space.departs(at) >> shard & 1:
+            return False  # it would leave with the page before it
         chain.reverse()
         wanted = admitted = sum([one.count for one in chain])
         size = space.shards[shard].record_bytes
@@ -108,7 +112,8 @@ class Writes:
             admitted = self._admission.admit(pairs, size, now_ns, self._memory.moment.tick)
             self._memory.counts["not_admitted_pages"] += admitted < wanted
         assert 0 <= admitted <= wanted, node
-        begun = self._begin_chain(_leading(chain, admitted), shard, admitted, durable)
+        first = _to_the_end_of_a_run(chain, admitted, most)
+        begun = self._begin_chain(_leading(chain, first), shard, first, durable)
         if durable is None and begun < admitted:
             self._admission.take_back(admitted - begun, size)
         return begun == wanted
@@ -339,6 +344,16 @@ def _together(chain: list[PrefixNode]) -> list[list[PrefixNode]]:
         else:
             found.append([node])
     return found
+
+
+def _to_the_end_of_a_run(chain: list[PrefixNode], pages: int, most: int) -> int:
+    """How many of the first ``pages`` pages: ``most``, and the others of the last one's run."""
+    found = 0
+    for one in chain:
+        if found >= min(pages, most):
+            break
+        found += one.count
+    return min(found, pages)
 
 
 def _leading(chain: list[PrefixNode], pages: int) -> list[PrefixNode]:

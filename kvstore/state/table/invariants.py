@@ -84,15 +84,22 @@ def _check_turn(table: PageTable) -> None:
 
 
 def _check_holes(table: PageTable, space: PrefixTree) -> None:
-    """Assert that the pages below each hole are being dropped."""
-    if len(table.residents.orphans) <= TOGETHER_MAX:
-        leaving = {(orphans.top, orphans.shard) for orphans in table.residents.orphans}
+    """Assert that pages below each hole are being dropped, and records of departing pages leave."""
+    if len(orphans := table.residents.orphans) <= TOGETHER_MAX:
+        leaving = {(one.top, one.shard) for one in orphans if not one.records}
+        departing = {(one.top, one.shard) for one in orphans if one.records}
         for node, mask in space.holes.items():
             assert is_live(node), node
             assert mask & ~space.full_mask == 0, node
             shards = [shard for shard in range(mask.bit_length()) if mask >> shard & 1]
             assert shards, ("a hole of no shard", node)
             assert all((node, shard) in leaving for shard in shards), node
+        for node, mask in space.departing.items():
+            assert node.count == 1, node
+            assert mask & ~space.full_mask == 0, node
+            shards = [shard for shard in range(mask.bit_length()) if mask >> shard & 1]
+            assert shards, ("it departs from no shard", node)
+            assert all((node, shard) in departing for shard in shards), node
 
 
 def _check_memory(table: PageTable, node: PrefixNode) -> None:

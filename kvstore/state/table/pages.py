@@ -134,7 +134,7 @@ class PageTable:
         if not last.memory & (1 << shard) - 1:  # ranks of one request count once
             self.eviction.used(last, self.moment.tick)
         if self.disk.exists:
-            self.disk.used(last, shard)
+            self.disk.used(nodes, shard)
         if self.disk.effects:
             apply_effects(self.residents)
 

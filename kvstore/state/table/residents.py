@@ -6,19 +6,26 @@ are unknown here; :mod:`kvstore.state.table.pages` knows them.
 """
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from kvstore.protocol.page import KEY_BYTES, PrefixKey
-from kvstore.state.choice.eviction import Eviction
+from kvstore.state.choice.eviction import Eviction, classes
 from kvstore.state.choice.ghosts import Ghosts
-from kvstore.state.choice.policy import leave
+from kvstore.state.choice.policy import enter, leave
 from kvstore.state.choice.quotas import Pins
 from kvstore.state.disk.graves import BURIED
+from kvstore.state.disk.jobs import Verdict
 from kvstore.state.disk.pages import DiskPages, no_disk
 from kvstore.state.metering import Meter
 from kvstore.state.table.draining import Draining
-from kvstore.state.table.orphans import Orphans, subtree, tails_first
+from kvstore.state.table.orphans import (
+    Orphans,
+    few_records,
+    records_tails_first,
+    subtree,
+    tails_first,
+)
 from kvstore.state.table.runs import Owners, missing_pages, nodes_of
 from kvstore.state.tree.actions import (
     Abandoned,
@@ -27,6 +34,7 @@ from kvstore.state.tree.actions import (
     TierRemoved,
     TierStored,
 )
+from kvstore.state.tree.children import first_page
 from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.places import Tier
 from kvstore.state.tree.prefix_tree import PrefixTree
@@ -135,11 +143,25 @@ class Residents:
         if self.disk.exists:
             self.disk.limits.add_candidate(node)
 
+    def put_off(self, node: PrefixNode, verdict: Verdict) -> None:
+        """A victim cannot go now: it is offered again at once, or when its write has ended.
+
+        If only pages before it are being written, it is offered in the next turn: others may go
+        meanwhile.
+        """
+        if verdict is Verdict.FULL:
+            self.add_candidate(node)
+        elif self.eviction.evictable(node):
+            for slot_bytes in set(classes(node)) - set(node.queued):
+                enter(node, slot_bytes)
+                self.draining.returning.append((node, slot_bytes))
+        assert verdict is not Verdict.EVICT, node
+
     def offer_more(self, most: int) -> int:
         """Offer up to ``most`` pages that no queue has: how many.
 
-        These are leaves that were skipped while an extent was emptied, and pages of pins that have
-        ended.
+        These are leaves that were skipped while an extent was emptied or pages before them were
+        written, and pages of pins that have ended.
         """
         returning = self.draining.returning
         for _ in range(offered := min(most, len(returning))):
@@ -176,12 +198,12 @@ class Residents:
         """Drop the READY pages of a node, and their descendants; how many were looked at."""
         if not node.ready >> shard & 1:
             return 0
-        self.ghosts.head = node.key
+        in_memory, self.ghosts.head = node.in_memory, node.key
         looked = node.count + self.drop_below(node, shard, cause)
         self.ghosts.head = PrefixKey(b"")
         self._drop_ready(node, shard, cause)
         assert not node.present >> shard & 1, node
-        self.tidy(node)
+        self.tidy(node, left_memory=in_memory)
         return looked
 
     def drop_below(self, node: PrefixNode, shard: int, cause: str, looked: int = 0) -> int:
@@ -209,12 +231,13 @@ class Residents:
 
     def _drop_orphan(self, node: PrefixNode, shard: int, cause: str) -> None:
         """Drop a leaf, whatever its state."""
+        in_memory = node.in_memory
         if node.ready >> shard & 1:
             self._drop_ready(node, shard, cause)
         elif node.present >> shard & 1:
             self.drop_writing(node, shard)  # its writer will find it DROPPED
         assert not node.present >> shard & 1, node
-        self.tidy(node)
+        self.tidy(node, left_memory=in_memory)
 
     def drop_read(self, held: Sequence[PrefixNode], slots: set[Slot]) -> None:
         """Drop those of the pages that were read once, of a lease of these slots.
@@ -237,17 +260,82 @@ class Residents:
         """Drop descendants of dropped pages, in ``steps`` steps; see :attr:`orphans`."""
         left = steps
         while self.orphans and left > 0:
-            top, shard, cause, walk = self.orphans[0]
-            self.ghosts.head = top.key
-            for node in islice(walk, left):
-                left -= 1
-                if node is not None:
-                    self._drop_orphan(node, shard, cause)
-            self.ghosts.head = PrefixKey(b"")
+            top, shard, cause, walk, records = self.orphans[0]
+            if records:
+                left = self._lose_records(walk, shard, cause, left)
+            else:
+                self.ghosts.head = top.key
+                for node in islice(walk, left):
+                    left -= 1
+                    if node is not None:
+                        self._drop_orphan(node, shard, cause)
+                self.ghosts.head = PrefixKey(b"")
             if left > 0:  # the walk has ended
                 self.orphans.popleft()
-                top.space.fill_hole(top, shard)
+                if records:
+                    top.space.departed(top, shard)
+                    self.disk.applied()  # a segment may wait for this record
+                else:
+                    top.space.fill_hole(top, shard)
                 self.tidy(top)
+
+    # ---- records ----------------------------------------------------------------------------
+
+    def lose_records(self, node: PrefixNode, shard: int, cause: str) -> bool:
+        """Give up the records of a node and of its descendants; pages not in memory are dropped.
+
+        If they are many, :meth:`drop_orphans` gives them up over several turns, the last pages
+        first, so that after a power cut, too, all that is on disk can be reached.
+
+        Returns:
+            whether they are all given up now.
+        """
+        space, few = node.space, [node]
+        if not space.shards[shard].window_pages:
+            found = few_records(node, shard, DROP_AT_ONCE)
+            if found is None:
+                self._depart(first_page(node), shard, cause)
+                return False
+            few = found
+        for one in reversed(few):
+            self._lose_record(one, shard, cause)
+        assert not node.on_disk >> shard & 1, node
+        return True
+
+    def _depart(self, node: PrefixNode, shard: int, cause: str) -> None:
+        """Give up the records of a page and of its descendants in later turns."""
+        assert node.count == 1, ("part of it could be split off, and stay", node)
+        departing, bit = node.space.departing, 1 << shard
+        if not departing.get(node, 0) & bit:
+            departing[node] = departing.get(node, 0) | bit
+            self.story.tell("departing", node, shard)
+            walk = records_tails_first(node, shard)
+            self.orphans.append(Orphans(node, shard, cause, walk, records=True))
+
+    def _lose_records(
+        self, walk: Iterator[PrefixNode | None], shard: int, cause: str, most: int
+    ) -> int:
+        """Give up records of a walk, up to about ``most`` pages; returns how many are left of it.
+
+        More than 0: the walk has ended.
+        """
+        left = most
+        for node in walk:
+            left -= 1 if node is None else node.count
+            if node is not None:
+                self._lose_record(node, shard, cause)
+            if left <= 0:
+                break
+        return left
+
+    def _lose_record(self, node: PrefixNode, shard: int, cause: str) -> None:
+        """Give up the records of a node; if its pages are not in memory, drop them."""
+        if node.on_disk & node.memory & 1 << shard:
+            self.disk.limits.forget(node, shard)
+            self.emit(TierRemoved, node, shard, "ssd")
+        elif node.on_disk >> shard & 1:
+            self.drop(node, shard, cause)
+        assert not node.on_disk >> shard & 1, node
 
     def _drop_ready(self, node: PrefixNode, shard: int, cause: str) -> None:
         """Remove the READY pages of a node from every tier."""
@@ -280,12 +368,15 @@ class Residents:
         self.owners.remove(slots)
         return slots
 
-    def tidy(self, node: PrefixNode) -> None:
-        """After a removal: prune empty nodes, and add new leaves to the eviction queues."""
+    def tidy(self, node: PrefixNode, *, left_memory: bool = True) -> None:
+        """After a removal: prune empty nodes, and add new leaves to the eviction queues.
+
+        ``left_memory``: pages left memory; otherwise the leaves there are the same as before.
+        """
         if is_live(node):
             node = node.space.prune(node)
             self.disk.limits.add_candidate(node)
-            while not node.in_memory and node.above is not None:
+            while left_memory and not node.in_memory and node.above is not None:
                 node = node.above
             self.add_candidate(node)
 

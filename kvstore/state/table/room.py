@@ -163,8 +163,8 @@ class Room:
     def _verdict(self, node: PrefixNode, pages: int = 1) -> Verdict:
         """Whether a victim may go now; one that has to wait is offered again when it may."""
         verdict = self._held.disk.before_eviction(node, pages)
-        if verdict is Verdict.FULL:
-            self._held.add_candidate(node)
+        if verdict is not Verdict.EVICT:
+            self._held.put_off(node, verdict)
         return verdict
 
     def _take_extent(self, wanted: RoomRequest, own: PrefixNode | None) -> bool:

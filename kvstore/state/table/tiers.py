@@ -19,7 +19,7 @@ from kvstore.state.disk.jobs import (
     UnpinSlots,
 )
 from kvstore.state.table.residents import Residents
-from kvstore.state.tree.actions import TierRemoved, TierStored
+from kvstore.state.tree.actions import TierStored
 from kvstore.state.tree.columns import pack_slots
 from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.prefix_tree import PrefixTree
@@ -182,7 +182,7 @@ def _wanted(load: PageLoad, at: int) -> PrefixNode | None:
 
 
 def _lose(held: Residents, lost: LeftDisk) -> None:
-    """Pages and their descendants are no longer on disk; those not in memory are dropped."""
+    """Pages and their descendants leave the disk; those not in memory are dropped."""
     space, shard, at = lost.space, lost.shard, 0
     while at < len(lost.keys):
         key = PrefixKey(lost.keys[at : at + KEY_BYTES])
@@ -193,13 +193,5 @@ def _lose(held: Residents, lost: LeftDisk) -> None:
         offset = node.position(key)
         node = space.exact(node, offset, node.matching(offset, lost.keys, at))
         at += node.count * KEY_BYTES
-        losing = [node]
-        if not space.shards[shard].window_pages:
-            for one in losing:
-                losing += one.below.values()
-        for one in reversed(losing):
-            if one.on_disk & one.memory & 1 << shard:
-                held.disk.limits.forget(one, shard)
-                held.emit(TierRemoved, one, shard, "ssd")
-            elif one.on_disk >> shard & 1:
-                held.drop(one, shard, lost.cause)
+        if not held.lose_records(node, shard, lost.cause):
+            return  # the other pages continue these

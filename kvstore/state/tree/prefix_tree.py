@@ -211,6 +211,8 @@ SHARD_LABEL_DIGITS = 16
 
 CHILDREN_MAX = 512
 """Children of a node that one stretch of :meth:`PrefixTree.checks` examines together."""
+ANCESTORS_MAX: Final = 256
+"""Nodes before a page that are examined to find whether one of them is departing."""
 STRETCH_WORK = 160
 """Maximum work of one stretch of several nodes, some 100 microseconds; see :func:`_work_of`."""
 
@@ -251,6 +253,8 @@ class PrefixTree:
         writing: all and only the nodes with a page that is being written.
         holes: nodes without a page of the shards of a mask, with descendants that are being
             dropped; see :mod:`kvstore.state.table.orphans`.
+        departing: pages whose records of the shards of a mask leave the disk once those of all
+            descendants have; none is written below them meanwhile.
         by_creation: the nodes of ``index`` in order of creation.
         shard_numbers: the position of each spec in ``shards``.
         needs: KV group → the window and the head size of all its shards.
@@ -273,6 +277,7 @@ class PrefixTree:
     index: KeyIndex = field(default_factory=KeyIndex)
     writing: set[PrefixNode] = field(default_factory=set)
     holes: dict[PrefixNode, int] = field(default_factory=dict)
+    departing: dict[PrefixNode, int] = field(default_factory=dict)
     by_creation: CreationOrder = field(default_factory=CreationOrder)
     shard_numbers: dict[ShardSpec, int] = field(default_factory=dict)
     needs: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -407,9 +412,25 @@ class PrefixTree:
 
     def fill_hole(self, node: PrefixNode, shard: int) -> None:
         """No page of ``shard`` is left below a hole."""
-        left = self.holes.pop(node, 0) & ~(1 << shard)
-        if left:
-            self.holes[node] = left
+        _clear(self.holes, node, shard)
+
+    def departed(self, node: PrefixNode, shard: int) -> None:
+        """No record of ``shard`` is left of a departing page, nor below it."""
+        _clear(self.departing, node, shard)
+
+    def departs(self, node: PrefixNode) -> int:
+        """The shards, as a mask, of which this page or one before it is departing.
+
+        Of a page with too many before it all that can depart, as long as any page does.
+        """
+        at: PrefixNode | None = node
+        mask = 0
+        for _ in range(ANCESTORS_MAX if self.departing else 0):
+            if at is None:
+                return mask
+            mask |= self.departing.get(at, 0)
+            at = at.above
+        return self.full_mask if self.departing else 0
 
     def checks(self, also: Callable[[PrefixNode], None]) -> Iterator[int]:
         """Assert every invariant, a stretch at a time; see :mod:`kvstore.state.table.invariants`.
@@ -533,6 +554,13 @@ class SinglePages(Mapping[PrefixKey, PrefixNode]):
 
     def __iter__(self) -> Iterator[PrefixKey]:
         return iter(self._space.index)
+
+
+def _clear(masks: dict[PrefixNode, int], node: PrefixNode, shard: int) -> None:
+    """Remove a shard from the mask of a node."""
+    left = masks.pop(node, 0) & ~(1 << shard)
+    if left:
+        masks[node] = left
 
 
 def deepen(node: PrefixNode) -> None:

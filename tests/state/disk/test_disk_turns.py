@@ -4,12 +4,14 @@ import pytest
 
 from kvstore.state.disk.jobs import DiskJob, DiskRead, DiskSync, DiskWrite
 from kvstore.state.disk.loads import LOADS_TURN
-from kvstore.state.disk.pages import BACKLOG_TURN, DURABLES_STEP, EVICTED_TURN
+from kvstore.state.disk.pages import BACKLOG_TURN, EVICTED_TURN
+from kvstore.state.disk.syncs import DURABLES_PAGES, DURABLES_STEP
 from kvstore.state.table.choosing import SPILL_WRITES
 from kvstore.state.table.invariants import check
 from kvstore.state.tree.actions import PageStatus
-from kvstore.state.tree.node import PrefixNode
+from kvstore.state.tree.node import RUN_PAGES_MAX, PrefixNode
 from tests.state.disk.disk_world import DiskWorld
+from tests.state.disk.test_disk_limits import RECORD
 from tests.state.world import chain
 
 
@@ -121,6 +123,60 @@ def test_a_full_node_begins_few_writes_for_one_put_and_more_in_the_next_turn():
     assert len(world.jobs(DiskWrite)) == 2 * EVICTED_TURN
 
 
+def full_of_a_long_prompt(in_flight_max: int = 1 << 30) -> tuple[DiskWorld, str]:
+    """Memory is full of a prompt of which nothing is on disk, and of one other page."""
+    world = DiskWorld("back", extents=EVICTED_TURN, segments=40, in_flight_max=in_flight_max)
+    path = "a" * (4 * EVICTED_TURN - 1)
+    assert world.store(world.me, world.mine, path)[-1] == PageStatus.GRANTED
+    assert world.store(world.me, world.mine, "z") == [PageStatus.GRANTED]
+    return world, path
+
+
+def test_a_victim_behind_many_unwritten_pages_begins_few_writes_in_a_turn():
+    world, path = full_of_a_long_prompt()
+
+    statuses = world.store(world.me, world.mine, "b" * 200)
+
+    assert statuses[0] == PageStatus.NO_ROOM
+    assert 0 < len(world.jobs(DiskWrite)) <= EVICTED_TURN + RUN_PAGES_MAX
+    check(world.table)
+    turns = 0
+    while world.store(world.me, world.mine, "b") != [PageStatus.GRANTED]:
+        assert world.table.residents.unfinished or world.disk.busy, "nothing would end the wait"
+        before = len(world.jobs(DiskWrite))
+        world.disk.go_on()
+        world.table.residents.offer_more(64)
+        assert len(world.jobs(DiskWrite)) - before <= EVICTED_TURN + RUN_PAGES_MAX
+        for job in world.jobs(DiskJob) if turns % 2 else ():
+            del world.open[job.job]
+            world.table.tiers.completed(job.job, None)
+        check(world.table)
+        turns += 1
+        assert turns < 100
+    assert world.on_disk(path) == [True] * len(path)
+
+
+def test_a_victim_behind_many_unwritten_pages_stays_within_the_bytes_in_flight():
+    world, _ = full_of_a_long_prompt(in_flight_max=10 * RECORD)
+
+    world.store(world.me, world.mine, "b")
+
+    assert 0 < len(world.jobs(DiskWrite)) <= 10 + RUN_PAGES_MAX
+
+
+def test_while_pages_before_a_victim_are_written_another_one_goes():
+    world, path = full_of_a_long_prompt()
+    world.persist("z")
+    world.end_all()
+
+    assert world.store(world.me, world.mine, "b") == [PageStatus.GRANTED]
+
+    assert not world.node("z").memory
+    assert world.lookup(world.mine, path) == (len(path), 0)
+    assert world.table.residents.offer_more(64) == 1
+    check(world.table)
+
+
 def test_durable_puts_that_one_sync_ends_are_acknowledged_in_turns():
     world = DiskWorld(extents=20)
     paths = [chr(0x1000 + at) for at in range(5 * DURABLES_STEP)]
@@ -143,3 +199,25 @@ def test_durable_puts_that_one_sync_ends_are_acknowledged_in_turns():
         world.disk.go_on()
     assert world.disk.acknowledged == durables
     assert not world.disk.unfinished
+
+
+def test_durable_puts_of_many_pages_are_acknowledged_in_turns_by_their_pages():
+    world = DiskWorld(extents=400, segments=40)
+    paths = [chr(0x1000 + at) * 150 for at in range(10)]
+    for path in paths:
+        world.store(world.me, world.mine, path)
+    durables = [world.persist(path) for path in paths]
+    ended = most = 0
+    while ended < len(paths):
+        assert world.jobs(DiskJob) or world.disk.unfinished
+        for job in world.jobs(DiskJob) or [None]:
+            if job is None:
+                world.disk.go_on()
+            else:
+                del world.open[job.job]
+                world.table.tiers.completed(job.job, None)
+            before, ended = ended, sum(one.ended for one in durables)
+            most = max(most, 150 * (ended - before))
+    assert most <= 2 * (DURABLES_PAGES + 150), "two steps"
+
+    assert world.disk.acknowledged == durables
