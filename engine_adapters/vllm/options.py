@@ -45,14 +45,19 @@ def page_tokens_of(options: Options, groups: Sequence[Group], *, on_cpu: bool) -
 
     Raises:
         ConfigError: the page size is not a multiple of each group's block (with states: not the
-            block), or layer-wise loads are
-            configured for several groups, for which vLLM cannot handle failed loads of running
-            requests.
+            block), or layer-wise loads are configured for several groups or a window, where vLLM
+            cannot handle failed loads of running requests.
     """
     if options.load is LoadOrder.LAYERWISE and len(groups) > 1:
         raise ConfigError(
             f"{_WHERE}: load: layerwise: the engine has {len(groups)} KV groups; cannot recompute"
             " KV that was not loaded; use async"
+        )
+    if options.load is LoadOrder.LAYERWISE and groups[0].window_tokens:
+        raise ConfigError(
+            f"{_WHERE}: load: layerwise: the engine's KV has a window of {groups[0].window_tokens}"
+            " tokens; without what lies before it, KV that was not loaded cannot be recomputed; use"
+            " async"
         )
     blocks = [group.block_tokens for group in groups]
     if any(group.state for group in groups):
