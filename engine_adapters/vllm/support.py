@@ -6,7 +6,7 @@ What is not named here is refused: KV that another request must not read would b
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from engine_adapters.vllm.drafts import has_draft_layers, wrong_draft
@@ -160,6 +160,38 @@ def heads_of(config: Any, spec: Any) -> int:
     if spec.num_kv_heads != max(1, heads // ranks):
         return 0
     return heads if ranks <= heads or _architecture(model) in _EQUAL_LAYERS else 0
+
+
+def packing_settings(specs: Iterable[Any]) -> dict[str, str]:
+    """The setting of blocks that vLLM's backend packs in a way of its own; none for others.
+
+    Such blocks have as many bytes as others, and may have the same name of a layout, but K and V
+    lie elsewhere in them.
+
+    Args:
+        specs: the ``KVCacheSpec`` of each group with KV.
+    """
+    found = [
+        f"{slots} slots of {content} bytes for heads of {spec.head_size} and {spec.head_size_v}"
+        if (slots, content) != (None, None)
+        else ""
+        for spec in specs
+        for slots in [getattr(spec, "num_head_slots", None)]
+        for content in [getattr(spec, "state_content_bytes", None)]
+    ]
+    return {"packing": "; ".join(found)} if any(found) else {}
+
+
+def backends_of(config: Any) -> str:
+    """The attention backends that the user has chosen, for all KV groups and for single kinds.
+
+    Args:
+        config: ``VllmConfig``.
+    """
+    chosen = config.attention_config
+    every = getattr(getattr(chosen, "backend", None), "name", "auto")
+    kinds = getattr(chosen, "backend_per_kind", None) or {}
+    return "+".join([every, *sorted(f"{kind}={one.name}" for kind, one in kinds.items())])
 
 
 def _computes_whole_prompts_only(config: Any) -> bool:
