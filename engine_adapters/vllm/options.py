@@ -17,13 +17,23 @@ _WHERE: Final = "kv_connector_extra_config"
 _WHERE_TIER: Final = "secondary_tiers"
 
 
-def read_options(values: Mapping[str, Any]) -> Options:
+class ConnectorOptions(Options, frozen=True, kw_only=True):
+    """The options of the connector.
+
+    Attributes:
+        in_multi_connector: it is one of several in vLLM's ``MultiConnector``; set by the plugin.
+    """
+
+    in_multi_connector: bool = False
+
+
+def read_options(values: Mapping[str, Any]) -> ConnectorOptions:
     """Convert and check the options of the connector.
 
     Raises:
         ConfigError: a key is unknown, or a value is not allowed; names the key.
     """
-    return read_section(values, Options, _WHERE)
+    return read_section(values, ConnectorOptions, _WHERE)
 
 
 def read_tier_options(values: Mapping[str, Any]) -> TieringOptions:

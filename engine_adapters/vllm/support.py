@@ -6,7 +6,7 @@ What is not named here is refused: KV that another request must not read would b
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from engine_adapters.vllm.drafts import has_draft_layers, wrong_draft
@@ -129,6 +129,15 @@ def drop_wrong_parameters(request: Any) -> None:
     """
     if not isinstance(request.kv_transfer_params, dict):
         request.kv_transfer_params = None
+
+
+def own_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Those ``kv_transfer_params`` of an answer that no other connector has.
+
+    vLLM's ``MultiConnector`` raises an exception, which ends the engine, if two of its connectors
+    answer with one key.
+    """
+    return {key: value for key, value in parameters.items() if key.startswith("kvstore_")}
 
 
 def is_state(spec: Any) -> bool:

@@ -168,7 +168,7 @@ class SchedulerSide:
         divisible = not any(window_pages(one, self._page_tokens) for one in self._setup.groups)
         return offer_of(
             hit, computed, self._page_tokens, page_bytes, backlog,
-            divisible=divisible, promised=self._promise(state.request).do_remote_prefill,
+            divisible=divisible, promised=self._promise(state.request).continues,
         )  # fmt: skip
 
     def allocated(self, request: Request, blocks: Sequence[Sequence[int]], tokens: int) -> None:

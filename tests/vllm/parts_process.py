@@ -9,11 +9,13 @@ from typing import Any
 
 import msgspec
 import torch
+from vllm.config.kv_transfer import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.utils import get_kv_connector_cache_layout
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
 
-from engine_adapters.vllm import facts, tier
+from engine_adapters.vllm import facts, plugin, tier
 from kvstore.engine.identity import shard_specs, space_identity
 from kvstore.engine.options import TieringOptions
 from tests.vllm.engine_process import Answer, serve
@@ -26,7 +28,8 @@ class Parts:
     """What the commands work on."""
 
     def __init__(self) -> None:
-        """Pretend a GPU."""
+        """Pretend a GPU, and load the plugin."""
+        plugin.register()
         self.llm = None
         self.generation = (12, 0)
         kind = type(current_platform)
@@ -50,6 +53,20 @@ class Parts:
         """What names the pages of the tier on a GPU of this generation."""
         self.generation = tuple(generation)
         return {"name": _digest(tier.names(Spec.config, ROW, TieringOptions(revision="1"), b""))}
+
+    def layout(self, connectors: list[str]) -> Answer:
+        """The layout of blocks that vLLM takes with one connector, or several."""
+        given = [{"kv_connector": one, "kv_role": "kv_both"} for one in connectors]
+        transfer = KVTransferConfig(**given[0])
+        if given[1:]:
+            transfer = KVTransferConfig(
+                kv_connector="MultiConnector", kv_role="kv_both",
+                kv_connector_extra_config={"connectors": given},
+            )  # fmt: skip
+        config = _config({})
+        config.kv_transfer_config = transfer
+        plugin._check_whole(config)
+        return {"layout": get_kv_connector_cache_layout(config)}
 
 
 def _digest(named: Any) -> str:

@@ -36,3 +36,9 @@ def test_the_tier_shares_nothing_between_gpus_for_which_vllm_takes_other_backend
     )
 
     assert hopper == again != blackwell
+
+
+def test_beside_nixl_the_layout_of_blocks_is_left_to_it(parts: Engine):
+    assert parts.ask("layout", connectors=["KVStoreConnector"])["layout"] == "BLHNC"
+    both = ["NixlConnector", "KVStoreConnector"]
+    assert parts.ask("layout", connectors=both)["layout"] == "LBHNC"
