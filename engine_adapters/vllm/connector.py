@@ -279,12 +279,20 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             [before + counts.get(name, 0) for name, before in _computed(scheduler_output)]
         )
         scheduled = list(_progress(scheduler_output))
-        return StepMetadata(self._deciding.build(scheduled, total, decoded, drafted=drafted))
+        # With layer-wise loads of ours it is unknown whether others load, too.
+        maybe_others = self._options.in_multi_connector or self._options.load is LoadOrder.ASYNC
+        step = self._deciding.build(
+            scheduled, total, decoded, drafted=drafted,
+            others_load=maybe_others and getattr(scheduler_output, "has_sync_kv_loads", False),
+        )  # fmt: skip
+        return StepMetadata(step)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """The workers have finished a step."""
         report = connector_output.kv_connector_worker_meta
-        self._deciding.reported(report.report if report is not None else None)
+        self._deciding.reported(
+            report.report if report is not None else None, connector_output.invalid_block_ids
+        )
 
     def request_finished(
         self, request: Any, block_ids: list[int]
@@ -383,7 +391,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """The results of ended loads."""
         del finished_req_ids
-        outcome = self._moving.poll(idle=self._metadata().step.idle)
+        step = self._metadata().step
+        outcome = self._moving.poll(idle=step.idle, others=step.others)
         self._report = WorkerReport(outcome.report) if outcome.report else None
         self._invalid = outcome.invalid_blocks
         return KVConnectorTransferResults(set(), outcome.received, outcome.failed)

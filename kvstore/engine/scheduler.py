@@ -13,7 +13,7 @@ request, and a request can be removed without waiting for its jobs.
 """
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final
 
 from kvstore.client.results import MISS, Hit
@@ -240,7 +240,7 @@ class SchedulerSide:
 
     def build(
         self, scheduled: Sequence[ScheduledRequest], tokens: int, decoded: int = 0, *,
-        drafted: bool = True,
+        drafted: bool = True, others_load: bool = False,
     ) -> Step:  # fmt: skip
         """Return the jobs that the workers start in this step.
 
@@ -249,9 +249,18 @@ class SchedulerSide:
             tokens: number of tokens that the step computes.
             decoded: number of decoded tokens among these, including speculative tokens.
             drafted: the engine's draft layer runs in this step, if it has one.
+            others_load: others than this adapter load KV in this step for requests that it
+                computes: what it computes may be wrong.
         """
         loads, self._loads = self._loads, []
-        self._layered.begins({one.job: self._jobs[one.job].held for one in loads if one.layerwise})
+        waited = {one.job: self._jobs[one.job].held for one in loads if one.layerwise}
+        others = self._next_job if others_load else 0
+        if others:
+            self._next_job += 1
+            # Which blocks they load is unknown.
+            index = self._setup.groups[0].index
+            waited[others] = [block for one in scheduled for block in one.blocks[index] if block]
+        self._layered.begins(waited)
         # Steps that wait for layers do not measure computing, and steps that decode do not measure
         # prefill, which takes far less per token.
         tells = not self._layered.waits and 2 * decoded <= tokens
@@ -260,7 +269,7 @@ class SchedulerSide:
         self._backlog = PromptsAhead()
         # A rank that has loaded what others still load must not wait for a further load.
         parted = any(job.parted(self._setup.ranks) for job in self._jobs.values())
-        step = Step(loads, self._stores, idle=not (tokens or parted))
+        step = Step(loads, self._stores, idle=not (tokens or parted), others=others)
         self._stores = []
         self._rewrites.computed(progress.request_id for progress in scheduled)
         for progress in scheduled:
@@ -356,22 +365,27 @@ class SchedulerSide:
 
     # ---- jobs -------------------------------------------------------------------------------
 
-    def reported(self, report: Report | None) -> None:
-        """The workers have finished a step."""
+    def reported(self, report: Report | None, invalid: Collection[int] = ()) -> None:
+        """The workers have finished a step.
+
+        Args:
+            report: of all workers.
+            invalid: blocks that this adapter or others should have loaded in the step.
+        """
         now = self._clock()
         took_s = now - self._step_began
         measured = self.pace.note_step(self._step_tokens, took_s, self._step_pairs)
         if measured and self.pace.report_due(now):
             self._report_prefill(self.pace.seconds_per_token)
         self._step_tokens = 0
-        self._take(report or Report())
+        self._take(report or Report(), whole=not invalid)
         self._judge_layers()
         for job in self._jobs.values():
             job.began = min(job.began, now)
         self._conversations.advance(job.request_id for job in self._jobs.values())
 
-    def _take(self, report: Report) -> None:
-        """Handle ended jobs, and jobs whose request stopped waiting."""
+    def _take(self, report: Report, *, whole: bool) -> None:
+        """Handle ended jobs, and jobs whose request stopped waiting; ``whole``: all blocks came."""
         for number in report.late:
             job = self._jobs.get(number)
             if job is None:
@@ -386,6 +400,7 @@ class SchedulerSide:
         for number, end in report.ended.items():
             job = self._jobs.get(number)
             if job is None:
+                self._layered.ended(number, whole=whole)  # what others have loaded, if anything
                 continue
             job.ranks_left -= end.ranks
             job.pages = min(job.pages, end.pages)

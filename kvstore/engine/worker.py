@@ -271,15 +271,18 @@ class WorkerSide:
             if together:
                 self._extract_together(space, storing, together)
 
-    def poll(self, *, idle: bool = False) -> StepOutcome:
+    def poll(self, *, idle: bool = False, others: int = 0) -> StepOutcome:
         """Return the ended jobs; wait for layer-wise loads, which end with their step.
 
         Args:
             idle: the step computes nothing. It waits shortly for a load, but not if the next step
                 may be one that computes: the engine begins that one when an earlier step that
                 computes, or in which a load ended, has ended on all ranks.
+            others: see :class:`Step`.
         """
         outcome = StepOutcome(set(), set(), set(), Report())
+        if others:
+            outcome.report.end(others, 0)
         if idle and self._idle_steps >= self.steps_ahead:
             self._wait_idle()
         for loading in list(self._loads):

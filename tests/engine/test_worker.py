@@ -117,6 +117,12 @@ def test_an_idle_step_waits_only_shortly_however_many_loads_there_are():
     assert machine.now == pytest.approx(10.0 + IDLE_WAIT_S)
 
 
+def test_a_worker_says_in_which_step_others_have_loaded():
+    machine = Machine()
+    assert machine.side.poll(others=7).report.ended.keys() == {7}
+    assert not machine.side.poll().report
+
+
 def test_an_empty_step_among_steps_that_compute_waits_for_no_load():
     """Pipelines: the step after it computes the request whose last step is at the next stage."""
     machine = Machine(steps_ahead=1)
