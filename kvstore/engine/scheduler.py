@@ -34,12 +34,11 @@ from kvstore.engine.options import LoadOrder, Options
 from kvstore.engine.pace import Pace, pairs_of
 from kvstore.engine.pending import PendingWait, missing_tokens
 from kvstore.engine.requests import BlockHolder, PromptScope, Request, ScheduledRequest, Setup
-from kvstore.engine.sources import source_blocks, target_blocks
+from kvstore.engine.sources import blocks_of, source_blocks, target_blocks
 from kvstore.engine.states import BlockJob, RequestState
 from kvstore.engine.transfer import NOTHING, Transfer, read_transfer
 from kvstore.protocol.page import PrefixKeys
 
-STORES_MAX: Final = 64
 FREES_SOON_S: Final = 0.1
 """Seconds for which the engine should wait for a job instead of preempting a running request."""
 
@@ -258,8 +257,7 @@ class SchedulerSide:
         if others:
             self._next_job += 1
             # Which blocks they load is unknown.
-            index = self._setup.groups[0].index
-            waited[others] = [block for one in scheduled for block in one.blocks[index] if block]
+            waited[others] = blocks_of(scheduled, self._setup.groups[0])
         self._layered.begins(waited)
         # Steps that wait for layers do not measure computing, and steps that decode do not measure
         # prefill, which takes far less per token.
@@ -342,7 +340,7 @@ class SchedulerSide:
         if self._drafts:
             first, wanted = self._drafts.right_pages(progress, state, first, wanted)
             self.counts.add("draft_skipped_pages", state.skip_to(first))
-        end = min(wanted, first + self._room_pages())
+        end = min(wanted, first + self._held.pages_for_stores(len(self._jobs), self._setup))
         self.counts.add("skipped_pages", wanted - end)
         blocks = [
             part
@@ -355,13 +353,6 @@ class SchedulerSide:
         store = Store(self._next_job, keys[first:end], blocks, first)
         self._begin(progress.request_id, store, first, is_load=False)
         return store
-
-    def _room_pages(self) -> int:
-        """Maximum number of pages for a store now."""
-        if len(self._jobs) >= STORES_MAX:
-            return 0
-        blocks = sum(self._page_tokens // group.block_tokens for group in self._setup.groups)
-        return self._held.left_for_stores // blocks
 
     # ---- jobs -------------------------------------------------------------------------------
 
