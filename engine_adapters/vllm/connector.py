@@ -25,7 +25,12 @@ from engine_adapters.vllm.label import label_of
 from engine_adapters.vllm.names import has_strong_hashes, names_of
 from engine_adapters.vllm.options import page_tokens_of, read_options
 from engine_adapters.vllm.stats import StoreMetrics, StoreStats
-from engine_adapters.vllm.support import drop_wrong_parameters, may_load, takes_whole
+from engine_adapters.vllm.support import (
+    drop_wrong_parameters,
+    may_load,
+    own_parameters,
+    takes_whole,
+)
 from engine_adapters.vllm.tensors import pool_of
 from kvstore.client.store import KVStore
 from kvstore.engine.identity import cover, shard_specs, space_identity
@@ -222,10 +227,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         """On CUDA, blocks outermost: a block is copied as a whole, without an operation a layer.
 
-        vLLM uses another layout, with a warning, if a backend does not have this one.
+        vLLM uses another layout, with a warning, if a backend does not have this one. In a
+        ``MultiConnector``, which takes it for a condition, the layout is left to the others.
         """
-        del vllm_config
-        return "BLHNC" if current_platform.is_cuda() else None
+        transfer = vllm_config.kv_transfer_config
+        alone = not read_options(transfer.kv_connector_extra_config).in_multi_connector
+        return "BLHNC" if alone and current_platform.is_cuda() else None
 
     # ---- scheduler --------------------------------------------------------------------------
 
@@ -272,26 +279,38 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             [before + counts.get(name, 0) for name, before in _computed(scheduler_output)]
         )
         scheduled = list(_progress(scheduler_output))
-        return StepMetadata(self._deciding.build(scheduled, total, decoded, drafted=drafted))
+        # With layer-wise loads of ours it is unknown whether others load, too.
+        maybe_others = self._options.in_multi_connector or self._options.load is LoadOrder.ASYNC
+        step = self._deciding.build(
+            scheduled, total, decoded, drafted=drafted,
+            others_load=maybe_others and getattr(scheduler_output, "has_sync_kv_loads", False),
+        )  # fmt: skip
+        return StepMetadata(step)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """The workers have finished a step."""
         report = connector_output.kv_connector_worker_meta
-        self._deciding.reported(report.report if report is not None else None)
+        self._deciding.reported(
+            report.report if report is not None else None, connector_output.invalid_block_ids
+        )
 
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended; stores in flight have their own references to blocks."""
         del block_ids
-        return False, self._deciding.finished(request.request_id)
+        return False, self._parameters(request)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Like :meth:`request_finished`."""
         del block_ids
-        return False, self._deciding.finished(request.request_id)
+        return False, self._parameters(request)
+
+    def _parameters(self, request: Any) -> dict[str, Any] | None:
+        found = self._deciding.finished(request.request_id)
+        return own_parameters(found) if found and self._options.in_multi_connector else found
 
     def has_pending_block_frees(self) -> bool:
         """Whether to wait for a job instead of preempting a request."""
@@ -372,7 +391,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """The results of ended loads."""
         del finished_req_ids
-        outcome = self._moving.poll(idle=self._metadata().step.idle)
+        step = self._metadata().step
+        outcome = self._moving.poll(idle=step.idle, others=step.others)
         self._report = WorkerReport(outcome.report) if outcome.report else None
         self._invalid = outcome.invalid_blocks
         return KVConnectorTransferResults(set(), outcome.received, outcome.failed)

@@ -26,12 +26,14 @@ from engine_adapters.vllm.drafts import (
 from engine_adapters.vllm.names import ENGINE, length_settings, media_settings
 from engine_adapters.vllm.support import (
     TESTED_VERSIONS,
+    backends_of,
     check_groups,
     check_model,
     check_revision,
     commit_of,
     heads_of,
     is_state,
+    packing_settings,
 )
 from kvstore.engine.identity import EngineFacts, Group
 from kvstore.engine.requests import files_fingerprint
@@ -91,6 +93,7 @@ def read_facts(config: Any, kv: Any, revision: str) -> EngineFacts:
         kv_dtype=dtypes.pop(),
         settings=_settings(config, (name for _, group in specs for name in group.layer_names))
         | _alone(config, with_kv)
+        | packing_settings(with_kv)
         | _state_settings(group.kv_cache_spec for _, group in specs)
         | (draft_settings(config, _draft_revision(config, revision)) if drafts else {}),
         version=".".join(vllm.__version__.split(".")[:2]),
@@ -244,9 +247,8 @@ def _isa(config: Any, spec: Any) -> str:
     """
     if current_platform.is_cuda():
         capability = current_platform.get_device_capability()
-        backend = getattr(config.attention_config, "backend", None)
         layout = config.cache_config.kv_cache_layout
-        return f"cuda {capability}/{layout}/{getattr(backend, 'name', 'auto')}"
+        return f"cuda {capability}/{layout}/{backends_of(config)}"
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     isa = _get_attn_isa(

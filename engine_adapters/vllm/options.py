@@ -17,13 +17,23 @@ _WHERE: Final = "kv_connector_extra_config"
 _WHERE_TIER: Final = "secondary_tiers"
 
 
-def read_options(values: Mapping[str, Any]) -> Options:
+class ConnectorOptions(Options, frozen=True, kw_only=True):
+    """The options of the connector.
+
+    Attributes:
+        in_multi_connector: it is one of several in vLLM's ``MultiConnector``; set by the plugin.
+    """
+
+    in_multi_connector: bool = False
+
+
+def read_options(values: Mapping[str, Any]) -> ConnectorOptions:
     """Convert and check the options of the connector.
 
     Raises:
         ConfigError: a key is unknown, or a value is not allowed; names the key.
     """
-    return read_section(values, Options, _WHERE)
+    return read_section(values, ConnectorOptions, _WHERE)
 
 
 def read_tier_options(values: Mapping[str, Any]) -> TieringOptions:
@@ -45,14 +55,19 @@ def page_tokens_of(options: Options, groups: Sequence[Group], *, on_cpu: bool) -
 
     Raises:
         ConfigError: the page size is not a multiple of each group's block (with states: not the
-            block), or layer-wise loads are
-            configured for several groups, for which vLLM cannot handle failed loads of running
-            requests.
+            block), or layer-wise loads are configured for several groups or a window, where vLLM
+            cannot handle failed loads of running requests.
     """
     if options.load is LoadOrder.LAYERWISE and len(groups) > 1:
         raise ConfigError(
             f"{_WHERE}: load: layerwise: the engine has {len(groups)} KV groups; cannot recompute"
             " KV that was not loaded; use async"
+        )
+    if options.load is LoadOrder.LAYERWISE and groups[0].window_tokens:
+        raise ConfigError(
+            f"{_WHERE}: load: layerwise: the engine's KV has a window of {groups[0].window_tokens}"
+            " tokens; without what lies before it, KV that was not loaded cannot be recomputed; use"
+            " async"
         )
     blocks = [group.block_tokens for group in groups]
     if any(group.state for group in groups):

@@ -12,6 +12,7 @@ from typing import Any, Final
 log = logging.getLogger("vllm.kvstore")
 
 CONNECTOR: Final = "KVStoreConnector"
+_MULTI: Final = "MultiConnector"
 _MODULE: Final = "engine_adapters.vllm"
 _MARK: Final = "_checked_by_kvstore"
 
@@ -43,10 +44,12 @@ def check_early(transfer: type[Any], whole: type[Any]) -> None:
     Args:
         transfer: ``KVTransferConfig``. Its ``__post_init__`` raises :class:`ConfigError` for a
             wrong option of our connector; other connectors are not affected.
-        whole: ``VllmConfig``; the same for a model that our connector does not support.
+        whole: ``VllmConfig``; the same for a model that our connector does not support. Those of
+            ours in a ``MultiConnector`` are told so there: vLLM's ``LLM`` makes the other
+            configuration before it loads plugins.
     """
     _check_after_init(transfer, _check_options)
-    _check_after_init(whole, _check_model)
+    _check_after_init(whole, _check_whole)
 
 
 def _check_options(made: Any) -> None:
@@ -56,12 +59,30 @@ def _check_options(made: Any) -> None:
         read_options(made.kv_connector_extra_config)
 
 
-def _check_model(made: Any) -> None:
+def _check_whole(made: Any) -> None:
     transfer = made.kv_transfer_config
-    if transfer is not None and transfer.kv_connector == CONNECTOR:
+    inside = transfer is not None and transfer.kv_connector == _MULTI
+    given = _options_inside(transfer.kv_connector_extra_config) if inside else []
+    if given:
+        from engine_adapters.vllm.options import read_options
+
+        for one in given:
+            read_options(one)
+    if given or (transfer is not None and transfer.kv_connector == CONNECTOR):
         from engine_adapters.vllm.support import check_model
 
         check_model(made)
+
+
+def _options_inside(multi: dict[str, Any]) -> list[dict[str, Any]]:
+    """Options of our connectors in a ``MultiConnector``, with a note of where they are in them."""
+    found: list[dict[str, Any]] = []
+    for child in multi.get("connectors") or ():
+        if child.get("kv_connector") == CONNECTOR:
+            given = child.get("kv_connector_extra_config") or {}
+            child["kv_connector_extra_config"] = {**given, "in_multi_connector": True}
+            found.append(child["kv_connector_extra_config"])
+    return found
 
 
 def _check_after_init(config: type[Any], check: Callable[[Any], None]) -> None:

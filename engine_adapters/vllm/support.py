@@ -6,7 +6,7 @@ What is not named here is refused: KV that another request must not read would b
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from engine_adapters.vllm.drafts import has_draft_layers, wrong_draft
@@ -131,6 +131,15 @@ def drop_wrong_parameters(request: Any) -> None:
         request.kv_transfer_params = None
 
 
+def own_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Those ``kv_transfer_params`` of an answer that no other connector has.
+
+    vLLM's ``MultiConnector`` raises an exception, which ends the engine, if two of its connectors
+    answer with one key.
+    """
+    return {key: value for key, value in parameters.items() if key.startswith("kvstore_")}
+
+
 def is_state(spec: Any) -> bool:
     """Whether a group with this ``KVCacheSpec`` has states instead of KV for each token."""
     return type(spec).__name__ in _STATES
@@ -160,6 +169,38 @@ def heads_of(config: Any, spec: Any) -> int:
     if spec.num_kv_heads != max(1, heads // ranks):
         return 0
     return heads if ranks <= heads or _architecture(model) in _EQUAL_LAYERS else 0
+
+
+def packing_settings(specs: Iterable[Any]) -> dict[str, str]:
+    """The setting of blocks that vLLM's backend packs in a way of its own; none for others.
+
+    Such blocks have as many bytes as others, and may have the same name of a layout, but K and V
+    lie elsewhere in them.
+
+    Args:
+        specs: the ``KVCacheSpec`` of each group with KV.
+    """
+    found = [
+        f"{slots} slots of {content} bytes for heads of {spec.head_size} and {spec.head_size_v}"
+        if (slots, content) != (None, None)
+        else ""
+        for spec in specs
+        for slots in [getattr(spec, "num_head_slots", None)]
+        for content in [getattr(spec, "state_content_bytes", None)]
+    ]
+    return {"packing": "; ".join(found)} if any(found) else {}
+
+
+def backends_of(config: Any) -> str:
+    """The attention backends that the user has chosen, for all KV groups and for single kinds.
+
+    Args:
+        config: ``VllmConfig``.
+    """
+    chosen = config.attention_config
+    every = getattr(getattr(chosen, "backend", None), "name", "auto")
+    kinds = getattr(chosen, "backend_per_kind", None) or {}
+    return "+".join([every, *sorted(f"{kind}={one.name}" for kind, one in kinds.items())])
 
 
 def _computes_whole_prompts_only(config: Any) -> bool:

@@ -13,6 +13,7 @@ import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadingConnectorStats,
 )
+from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import (
     LookupResult,
     Medium,
@@ -166,6 +167,8 @@ def names(
         config.replicated_layout, config.canonical_layout, parallel.world_size,
         parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size, row_bytes, since,
     ]  # fmt: skip
+    if current_platform.is_cuda():  # which backend vLLM takes, and so how blocks are packed
+        parts.append(current_platform.get_device_capability())
     settings = hashlib.sha256(msgspec.msgpack.encode([repr(part) for part in parts])).hexdigest()
     tokens = cache.tokens_per_hash * cache.blocks_per_chunk
     identity = SpaceIdentity(

@@ -2,8 +2,10 @@
 
 from typing import Final
 
+from kvstore.engine.requests import Setup
 from kvstore.engine.states import BlockJob
 
+STORES_MAX: Final = 64
 STORES_SHARE_MAX: Final = 0.25
 """Maximum fraction of the engine's blocks that stores hold; further pages are stored later."""
 LOADS_SHARE_MAX: Final = 0.75
@@ -24,10 +26,17 @@ class JobBlocks:
         self._blocks = blocks
         self._all = self._of_loads = self._of_late = 0
 
-    @property
-    def left_for_stores(self) -> int:
-        """How many more blocks stores may hold; loads count, too."""
-        return max(0, max(1, int(self._blocks * STORES_SHARE_MAX)) - self._all)
+    def pages_for_stores(self, jobs: int, setup: Setup) -> int:
+        """Maximum number of pages for a store now; blocks that loads hold count, too.
+
+        Args:
+            jobs: number of jobs in flight.
+            setup: of the engine.
+        """
+        if jobs >= STORES_MAX:
+            return 0
+        each = sum(setup.page_tokens // group.block_tokens for group in setup.groups)
+        return max(0, max(1, int(self._blocks * STORES_SHARE_MAX)) - self._all) // each
 
     @property
     def too_many_for_loads(self) -> bool:

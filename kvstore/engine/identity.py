@@ -96,7 +96,11 @@ def space_identity(facts: EngineFacts, tenant: str, page_tokens: int) -> SpaceId
     """
     if facts.kv_dtype not in KV_DTYPES:
         raise InvalidArgument("kv_dtype", f"{facts.kv_dtype!r} is not supported")
-    settings = hashlib.sha256(msgspec.msgpack.encode(sorted(facts.settings.items()))).hexdigest()
+    named = dict(facts.settings)
+    if len(facts.groups) == 1 and facts.groups[0].window_tokens:
+        # Names without this may have KV that was computed behind a window loaded in part.
+        named["window"] = "loaded whole"
+    settings = hashlib.sha256(msgspec.msgpack.encode(sorted(named.items()))).hexdigest()
     return SpaceIdentity(
         tenant=tenant,
         model=facts.model,

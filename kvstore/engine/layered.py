@@ -1,4 +1,4 @@
-"""Steps that an engine computes on layer-wise loads that have not ended yet. Pure.
+"""Steps that an engine computes on layer-wise loads, or others' loads, that have not ended. Pure.
 
 An engine can begin a step before the previous step's loads are known to have succeeded
 (asynchronous scheduling, pipeline stages). So that step may use KV that failed to load, too.
@@ -58,7 +58,7 @@ class LayeredSteps:
         """A step starts.
 
         Args:
-            loads: its layer-wise loads, and their blocks.
+            loads: its loads, and their blocks.
         """
         if len(self._steps) >= STEPS_MAX:
             for job in list(self._steps[0].loads):

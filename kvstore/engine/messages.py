@@ -56,11 +56,14 @@ class Step:
     Attributes:
         idle: the step computes nothing, and no rank waits for the others with a load: the engine
             may wait shortly for a load.
+        others: number of what others than this adapter load in the step for requests that it
+            computes; the workers report its end with the step. 0 = nothing.
     """
 
     loads: list[Load] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
     idle: bool = False
+    others: int = 0
 
 
 class End(NamedTuple):

@@ -13,7 +13,7 @@ request, and a request can be removed without waiting for its jobs.
 """
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final
 
 from kvstore.client.results import MISS, Hit
@@ -34,12 +34,11 @@ from kvstore.engine.options import LoadOrder, Options
 from kvstore.engine.pace import Pace, pairs_of
 from kvstore.engine.pending import PendingWait, missing_tokens
 from kvstore.engine.requests import BlockHolder, PromptScope, Request, ScheduledRequest, Setup
-from kvstore.engine.sources import source_blocks, target_blocks
+from kvstore.engine.sources import blocks_of, source_blocks, target_blocks
 from kvstore.engine.states import BlockJob, RequestState
 from kvstore.engine.transfer import NOTHING, Transfer, read_transfer
 from kvstore.protocol.page import PrefixKeys
 
-STORES_MAX: Final = 64
 FREES_SOON_S: Final = 0.1
 """Seconds for which the engine should wait for a job instead of preempting a running request."""
 
@@ -168,7 +167,7 @@ class SchedulerSide:
         divisible = not any(window_pages(one, self._page_tokens) for one in self._setup.groups)
         return offer_of(
             hit, computed, self._page_tokens, page_bytes, backlog,
-            divisible=divisible, promised=self._promise(state.request).do_remote_prefill,
+            divisible=divisible, promised=self._promise(state.request).continues,
         )  # fmt: skip
 
     def allocated(self, request: Request, blocks: Sequence[Sequence[int]], tokens: int) -> None:
@@ -240,7 +239,7 @@ class SchedulerSide:
 
     def build(
         self, scheduled: Sequence[ScheduledRequest], tokens: int, decoded: int = 0, *,
-        drafted: bool = True,
+        drafted: bool = True, others_load: bool = False,
     ) -> Step:  # fmt: skip
         """Return the jobs that the workers start in this step.
 
@@ -249,9 +248,17 @@ class SchedulerSide:
             tokens: number of tokens that the step computes.
             decoded: number of decoded tokens among these, including speculative tokens.
             drafted: the engine's draft layer runs in this step, if it has one.
+            others_load: others than this adapter load KV in this step for requests that it
+                computes: what it computes may be wrong.
         """
         loads, self._loads = self._loads, []
-        self._layered.begins({one.job: self._jobs[one.job].held for one in loads if one.layerwise})
+        waited = {one.job: self._jobs[one.job].held for one in loads if one.layerwise}
+        others = self._next_job if others_load else 0
+        if others:
+            self._next_job += 1
+            # Which blocks they load is unknown.
+            waited[others] = blocks_of(scheduled, self._setup.groups[0])
+        self._layered.begins(waited)
         # Steps that wait for layers do not measure computing, and steps that decode do not measure
         # prefill, which takes far less per token.
         tells = not self._layered.waits and 2 * decoded <= tokens
@@ -260,7 +267,7 @@ class SchedulerSide:
         self._backlog = PromptsAhead()
         # A rank that has loaded what others still load must not wait for a further load.
         parted = any(job.parted(self._setup.ranks) for job in self._jobs.values())
-        step = Step(loads, self._stores, idle=not (tokens or parted))
+        step = Step(loads, self._stores, idle=not (tokens or parted), others=others)
         self._stores = []
         self._rewrites.computed(progress.request_id for progress in scheduled)
         for progress in scheduled:
@@ -333,7 +340,7 @@ class SchedulerSide:
         if self._drafts:
             first, wanted = self._drafts.right_pages(progress, state, first, wanted)
             self.counts.add("draft_skipped_pages", state.skip_to(first))
-        end = min(wanted, first + self._room_pages())
+        end = min(wanted, first + self._held.pages_for_stores(len(self._jobs), self._setup))
         self.counts.add("skipped_pages", wanted - end)
         blocks = [
             part
@@ -347,31 +354,29 @@ class SchedulerSide:
         self._begin(progress.request_id, store, first, is_load=False)
         return store
 
-    def _room_pages(self) -> int:
-        """Maximum number of pages for a store now."""
-        if len(self._jobs) >= STORES_MAX:
-            return 0
-        blocks = sum(self._page_tokens // group.block_tokens for group in self._setup.groups)
-        return self._held.left_for_stores // blocks
-
     # ---- jobs -------------------------------------------------------------------------------
 
-    def reported(self, report: Report | None) -> None:
-        """The workers have finished a step."""
+    def reported(self, report: Report | None, invalid: Collection[int] = ()) -> None:
+        """The workers have finished a step.
+
+        Args:
+            report: of all workers.
+            invalid: blocks that this adapter or others should have loaded in the step.
+        """
         now = self._clock()
         took_s = now - self._step_began
         measured = self.pace.note_step(self._step_tokens, took_s, self._step_pairs)
         if measured and self.pace.report_due(now):
             self._report_prefill(self.pace.seconds_per_token)
         self._step_tokens = 0
-        self._take(report or Report())
+        self._take(report or Report(), whole=not invalid)
         self._judge_layers()
         for job in self._jobs.values():
             job.began = min(job.began, now)
         self._conversations.advance(job.request_id for job in self._jobs.values())
 
-    def _take(self, report: Report) -> None:
-        """Handle ended jobs, and jobs whose request stopped waiting."""
+    def _take(self, report: Report, *, whole: bool) -> None:
+        """Handle ended jobs, and jobs whose request stopped waiting; ``whole``: all blocks came."""
         for number in report.late:
             job = self._jobs.get(number)
             if job is None:
@@ -386,6 +391,7 @@ class SchedulerSide:
         for number, end in report.ended.items():
             job = self._jobs.get(number)
             if job is None:
+                self._layered.ended(number, whole=whole)  # what others have loaded, if anything
                 continue
             job.ranks_left -= end.ranks
             job.pages = min(job.pages, end.pages)

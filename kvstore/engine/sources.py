@@ -2,9 +2,14 @@
 
 from collections.abc import Sequence
 
-from kvstore.engine.identity import window_pages
+from kvstore.engine.identity import Group, window_pages
 from kvstore.engine.messages import Blocks
 from kvstore.engine.requests import ScheduledRequest, Setup
+
+
+def blocks_of(scheduled: Sequence[ScheduledRequest], group: Group) -> list[int]:
+    """All blocks of the requests of a step in one group."""
+    return [block for one in scheduled for block in one.blocks[group.index] if block]
 
 
 def source_blocks(

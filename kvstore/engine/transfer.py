@@ -38,7 +38,8 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         do_remote_decode: another engine will continue; the answer must have the other fields.
-        do_remote_prefill: another engine has computed the prompt and wrote the other fields.
+        do_remote_prefill: another engine has computed the prompt and wrote the other fields. One
+            whose KV several stores keep may leave it to another of them.
         kvstore_pages: leading pages of the prompt that it has stored; -1 = unknown.
         kvstore_page_tokens: tokens per page.
         kvstore_node: name of the node that has them; empty = unknown.
@@ -66,13 +67,18 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     seed: int | None = None
     handoff: HandoffReport | None = None
 
+    @property
+    def continues(self) -> bool:
+        """Whether another engine has computed the prompt."""
+        return self.do_remote_prefill or (self.kvstore_pages >= 0 and not self.do_remote_decode)
+
     def promised_pages(self, page_tokens: int) -> int:
         """Number of leading pages of ``page_tokens`` that the prefill engine says it has stored.
 
         They may not be ready yet, or never become ready: wait for them only with a deadline.
         """
         same_size = self.kvstore_page_tokens == page_tokens
-        return max(0, self.kvstore_pages) if self.do_remote_prefill and same_size else 0
+        return max(0, self.kvstore_pages) if self.continues and same_size else 0
 
     def as_parameters(self) -> dict[str, Any]:
         """Convert to plain values for an answer."""

@@ -58,11 +58,14 @@ class GroupMemory(NamedTuple):
         shards: the group's shards that this rank holds; together they fill its blocks.
         page_tokens: tokens per page.
         block_tokens: tokens per block.
+        whole_only: some pages of a load are useless without all of them: the engine keeps nothing
+            that lies before a window or a state, so it cannot compute what is missing.
     """
 
     shards: Sequence[ShardMemory]
     page_tokens: int
     block_tokens: int
+    whole_only: bool = False
 
     @property
     def page_blocks(self) -> int:
@@ -88,9 +91,11 @@ def memory_of(
         InvalidArgument: the blocks of the pool are not made of so many heads.
     """
     group = facts.groups[place]
+    whole_only = group.window_tokens > 0 or group.state
     split, held = facts.split(group), cover(facts, rank, place, stage)
     if len(held) == 1:
-        return GroupMemory([ShardMemory(pool, *held[0])], page_tokens, group.block_tokens)
+        shards = [ShardMemory(pool, *held[0])]
+        return GroupMemory(shards, page_tokens, group.block_tokens, whole_only)
     each, rest = divmod(pool.block_bytes, split.rank_heads)
     if rest:
         what = f"{pool.block_bytes} are not those of {split.rank_heads} heads"
@@ -99,7 +104,7 @@ def memory_of(
     for shard, one in held:
         first, stop = one.heads
         shards.append(ShardMemory(pool.part(first * each, (stop - first) * each), shard, one))
-    return GroupMemory(shards, page_tokens, group.block_tokens)
+    return GroupMemory(shards, page_tokens, group.block_tokens, whole_only)
 
 
 class StepOutcome(NamedTuple):
@@ -199,6 +204,14 @@ class WorkerSide:
     _said: str = ""
     _idle_steps: int = 0
 
+    @property
+    def _whole_only(self) -> bool:
+        """Whether a load without all of its pages is worth nothing; see :class:`GroupMemory`.
+
+        Of several groups an engine cannot be told which blocks are invalid.
+        """
+        return len(self.groups) > 1 or self.groups[0].whole_only
+
     def start_loads(self, loads: Sequence[Load]) -> None:
         """Start restores."""
         for load in loads:
@@ -258,15 +271,18 @@ class WorkerSide:
             if together:
                 self._extract_together(space, storing, together)
 
-    def poll(self, *, idle: bool = False) -> StepOutcome:
+    def poll(self, *, idle: bool = False, others: int = 0) -> StepOutcome:
         """Return the ended jobs; wait for layer-wise loads, which end with their step.
 
         Args:
             idle: the step computes nothing. It waits shortly for a load, but not if the next step
                 may be one that computes: the engine begins that one when an earlier step that
                 computes, or in which a load ended, has ended on all ranks.
+            others: see :class:`Step`.
         """
         outcome = StepOutcome(set(), set(), set(), Report())
+        if others:
+            outcome.report.end(others, 0)
         if idle and self._idle_steps >= self.steps_ahead:
             self._wait_idle()
         for loading in list(self._loads):
@@ -364,7 +380,7 @@ class WorkerSide:
             outcome.received.add(load.request)
         if pages == len(load.keys):
             return
-        if len(self.groups) > 1:
+        if self._whole_only:
             outcome.failed.add(load.request)
             return
         (blocks,) = load.blocks
@@ -372,16 +388,14 @@ class WorkerSide:
         outcome.invalid_blocks.update(b for b in blocks.blocks[pages * each :] if b)
 
     def _loaded(self, loading: _Loading) -> tuple[int, float]:
-        """Number of leading pages valid in all groups, and seconds; updates the counts."""
+        """Number of leading pages that the engine can use, and seconds; updates the counts."""
         load = loading.load
         pages, seconds = 0 if loading.refused else len(load.keys), 0.0
         for blocks, job in loading.parts:
             result = job.result(0.0)
             count = len(blocks.blocks) // self.groups[blocks.group].page_blocks
             if result.pages < count:
-                # Pages of a window after a gap are useless: a hit needs the whole window.
-                whole = len(self.groups) == 1
-                pages = min(pages, result.pages if whole else 0)
+                pages = min(pages, 0 if self._whole_only else result.pages)
             self.counts.add("loaded_bytes", result.size_bytes)
             seconds = max(seconds, result.seconds)
         self.counts.add("loads")

@@ -140,6 +140,36 @@ def test_steps_do_not_wait_for_ever_for_layers_of_which_nobody_tells():
     assert world.step(ScheduledRequest("r", 300, [table()])).stores, "and steps store again"
 
 
+@pytest.mark.parametrize("invalid", [(), {7}])
+def test_what_was_computed_on_loads_of_another_connector_is_stored_if_they_came(invalid):
+    """The blocks that it loaded, and those of its request, are unknown: all of the step count."""
+    world = World()
+    world.side.see(request(), PLAIN)
+    first = world.side.build([ScheduledRequest("r", 128, [table()])], 128, others_load=True)
+    second = world.side.build([ScheduledRequest("r", 256, [table()])], 128)
+    world.side.reported(Report(), invalid)  # of a step before both
+    assert first.others
+    assert not first.stores
+    assert not second.stores
+    assert not second.others
+
+    report = Report()
+    report.end(first.others, 0)
+    world.side.reported(report, invalid)
+
+    stored = [store.blocks[0].blocks for store in world.step().stores]
+    if not invalid:
+        assert stored == [[1, 2, 3, 4], [5, 6, 7, 8]]
+        assert not world.blocks.forgotten
+    else:
+        assert not stored
+        assert not world.blocks.held
+        assert world.blocks.forgotten == set(table())
+        (store,) = world.step(ScheduledRequest("r", 256, [table()])).stores
+        assert store.blocks[0].blocks == table(8), "computed again, and stored then"
+    assert world.side.busy, "so that there is another step"
+
+
 @given(st.lists(st.sampled_from(["no load", "comes", "fails"]), max_size=12), st.integers(0, 3))
 def test_a_step_is_stored_once_unless_it_began_before_a_failed_load_was_reported(fates, ahead):
     """Every step stores something; an engine begins ``ahead`` steps before it knows of one."""

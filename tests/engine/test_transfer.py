@@ -37,7 +37,14 @@ def test_an_engine_that_does_not_name_pages_promises_none():
 def test_pages_are_promised_by_a_prefill_engine_with_pages_of_the_same_size():
     assert read_transfer(PAGES).promised_pages(64) == 4
     assert read_transfer(PAGES).promised_pages(128) == 0
-    assert read_transfer({**PAGES, "do_remote_prefill": False}).promised_pages(64) == 0
+    assert (
+        read_transfer(
+            {**PAGES, "do_remote_decode": True, "do_remote_prefill": False}
+        ).promised_pages(64)
+        == 0
+    )
+    # Beside another connector, which may say so or not.
+    assert read_transfer({**PAGES, "do_remote_prefill": False}).promised_pages(64) == 4
     assert read_transfer({**PAGES, "kvstore_pages": -5}).promised_pages(64) == 0
 
 

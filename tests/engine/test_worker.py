@@ -3,15 +3,17 @@
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvstore.client.results import PutResult, RestoreResult
+from kvstore.engine.identity import EngineFacts
 from kvstore.engine.messages import Blocks, Load, Store
 from kvstore.engine.opening import Opening
-from kvstore.engine.worker import IDLE_WAIT_S, GroupMemory, ShardMemory, WorkerSide
+from kvstore.engine.worker import IDLE_WAIT_S, GroupMemory, ShardMemory, WorkerSide, memory_of
 from kvstore.protocol.errors import LayoutMismatch
 from kvstore.protocol.page import PrefixKeys
-from tests.engine.engine import BLOCK, IDENTITY, PAGE, SHARD, FakeStore
+from tests.engine.engine import BLOCK, FULL, IDENTITY, PAGE, SHARD, FakeStore
 
 KEYS = PrefixKeys(b"k" * 64)
 """Two pages."""
@@ -26,6 +28,7 @@ class Job:
         self.waits: list[float] = []
         self.cancelled = False
         self.stuck = False
+        self.pages = 2
 
     def wait(self, timeout_s: float) -> bool:
         self.waits.append(timeout_s)
@@ -47,20 +50,28 @@ class Job:
             self.left_s = min(self.left_s, 0.0)
 
     def result(self, timeout_s: float) -> RestoreResult:
-        return RestoreResult(2, 1024, 0.012)
+        return RestoreResult(self.pages, 1024, 0.012)
 
 
 class Machine(FakeStore):
     """A worker, a clock and the jobs it is given."""
 
-    def __init__(self, steps_ahead: int = 0, device: str = "cpu", shards: int = 1) -> None:
+    def __init__(
+        self,
+        steps_ahead: int = 0,
+        device: str = "cpu",
+        shards: int = 1,
+        *,
+        whole_only: bool = False,
+    ) -> None:
         super().__init__()
         self.now = 10.0
         self.jobs: list[Job] = []
         self.ends_after_s = 0.0
         opening = Opening(self, IDENTITY, [SHARD], lambda: self.now)
         pool = SimpleNamespace(device=device)
-        memory = GroupMemory([ShardMemory(pool, at) for at in range(shards)], PAGE, BLOCK)
+        held = [ShardMemory(pool, at) for at in range(shards)]
+        memory = GroupMemory(held, PAGE, BLOCK, whole_only)
         self.side = WorkerSide(opening, [memory], lambda: self.now, steps_ahead)
 
     def restore_to_kvpool(self, *arguments: Any) -> Job:
@@ -104,6 +115,12 @@ def test_an_idle_step_waits_only_shortly_however_many_loads_there_are():
 
     assert not machine.side.poll(idle=True).received
     assert machine.now == pytest.approx(10.0 + IDLE_WAIT_S)
+
+
+def test_a_worker_says_in_which_step_others_have_loaded():
+    machine = Machine()
+    assert machine.side.poll(others=7).report.ended.keys() == {7}
+    assert not machine.side.poll().report
 
 
 def test_an_empty_step_among_steps_that_compute_waits_for_no_load():
@@ -244,3 +261,44 @@ def test_a_load_without_a_block_for_the_last_page_does_not_count_as_loaded(block
 
     assert outcome.report.ended[1].pages == 0
     assert outcome.received == {"r1"}
+
+
+@pytest.mark.parametrize("came", [0, 1, 2])
+def test_pages_of_a_window_that_lacks_one_are_none(came):
+    """The engine's blocks before the window are null: it could compute nothing behind them."""
+    machine = Machine(whole_only=True)
+    load = Load(
+        1, "r1", PrefixKeys(b"k" * 160), [Blocks(0, 2, [0, 21, 22, 23, 24, 25])], 1.0, False
+    )
+    machine.side.start_loads([load])
+    machine.jobs[0].pages = came
+
+    outcome = machine.side.poll()
+
+    assert (outcome.received, outcome.failed) == ({"r1"}, {"r1"})
+    assert not outcome.invalid_blocks
+    assert outcome.report.ended[1].pages == 0
+    assert "loaded_tokens" not in machine.side.counts.take()
+
+
+def test_a_window_that_came_whole_is_loaded():
+    machine = Machine(whole_only=True)
+    load = Load(1, "r1", PrefixKeys(b"k" * 128), [Blocks(0, 2, [21, 22, 23, 24])], 1.0, False)
+    machine.side.start_loads([load])
+
+    outcome = machine.side.poll()
+
+    assert (outcome.received, outcome.failed) == ({"r1"}, set())
+    assert outcome.report.ended[1].pages == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "whole_only"), [({}, False), ({"window_tokens": 128}, True), ({"state": True}, True)]
+)
+def test_groups_that_forget_tokens_are_loaded_whole_or_not_at_all(change, whole_only):
+    facts = EngineFacts(
+        engine="e", model="m", revision="", kv_dtype="bfloat16", settings={}, version="1", isa="",
+        ranks=1, groups=(msgspec.structs.replace(FULL, kv_heads=1, **change),),
+    )  # fmt: skip
+    pool = SimpleNamespace(block_bytes=128, device="cpu")
+    assert memory_of(facts, PAGE, pool, 0, 0).whole_only is whole_only

@@ -37,6 +37,22 @@ def make_windows(folder: Path) -> None:
     Gemma3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
 
 
+def make_all_windows(folder: Path) -> None:
+    """A dense model with one KV head in which every layer sees the last 128 tokens only."""
+    import torch
+    from transformers import MistralConfig, MistralForCausalLM
+
+    make(folder, SHAPES["tiny"])  # its tokenizer
+    torch.manual_seed(0)
+    config = MistralConfig(
+        vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=1, head_dim=32, sliding_window=128,
+        max_position_embeddings=8192, initializer_range=0.2, tie_word_embeddings=False,
+        bos_token_id=0, eos_token_id=1, dtype="bfloat16",
+    )  # fmt: skip
+    MistralForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+
+
 def make_latents(folder: Path) -> None:
     """A model with MLA, of the only sizes that vLLM's kernel for CPUs has."""
     import torch
@@ -226,8 +242,9 @@ def make_tiny(folder: Path) -> None:
 
 
 KINDS = {
-    "tiny": make_tiny, "windows": make_windows, "latents": make_latents, "states": make_states,
-    "mimo": make_mimo, "glm": make_glm, "ernie": make_ernie,
+    "tiny": make_tiny, "windows": make_windows, "all-windows": make_all_windows,
+    "latents": make_latents, "states": make_states, "mimo": make_mimo, "glm": make_glm,
+    "ernie": make_ernie,
 }  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.vllm.conftest import Make, Start, prompt
+from tests.vllm.conftest import Make, Start, flip_stored_bytes, prompt
 from tests.vllm.engines import EngineError
 from tests.vllm.test_tokens import HIT_TOKENS, HITS, PROMPTS
 
@@ -53,6 +53,45 @@ def test_one_rank_and_two_ranks_read_what_the_other_has_stored(node, start: Star
 
     assert one.tokens(other) == expected_other
     assert one.metric(HITS) == 256 + 448
+
+
+def test_a_window_of_which_a_page_is_missing_is_computed_from_the_start(
+    node, start: Start, make: Make
+):
+    """All layers have a window: vLLM has no block for what lies before it, so no page helps alone.
+
+    Without a prefix cache nothing hits but pages, and the first answers are those without a store.
+    """
+    prompts = [prompt(600, 300), prompt(530, 301)]
+    engine = start(
+        node.address, model=make("all-windows"), dtype="float32", enable_prefix_caching=False,
+        hooks=("failing loads",),
+    )  # fmt: skip
+
+    def ask(asked: list[list[int]]) -> tuple[list[list[int]], float, float]:
+        """Tokens; how many tokens were loaded, and how many were to be and failed."""
+        names = ("kvstore:loaded_tokens", "kvstore:load_failed_tokens")
+        before = [engine.metric(name) for name in names]
+        tokens = engine.tokens(asked)
+        engine.ask("settle")
+        loaded, failed = (
+            engine.metric(name) - was for name, was in zip(names, before, strict=True)
+        )
+        return tokens, loaded, failed
+
+    expected, *loads = ask(prompts)
+    assert loads == [0, 0]
+
+    tokens, loaded, failed = ask(prompts)  # every second load lacks the second half of its pages
+    assert tokens == expected
+    assert loaded > 0
+    assert failed > 0
+    assert flip_stored_bytes(node) > 1000
+    assert ask(prompts) == (expected, 0, loaded + failed)
+    for _ in range(3):  # each load finds one corrupt page of its window, and there are two
+        tokens, loaded, _ = ask(prompts[::-1])
+        assert tokens == expected[::-1], "and what was computed then and stored is right, too"
+    assert loaded > 0
 
 
 def test_latents_are_refused_where_vllm_would_ignore_what_was_loaded(

@@ -210,6 +210,10 @@ def test_layerwise_loads_are_refused_where_the_engine_could_not_be_told_that_one
     assert page_tokens_of(read_options({}), [FULL, blocks_of(128)], on_cpu=False) == 128
     with pytest.raises(ConfigError, match="kv_connector_extra_config: load: layerwise"):
         page_tokens_of(read_options({"load": "layerwise"}), [FULL, FULL], on_cpu=False)
+    window = msgspec.structs.replace(FULL, window_tokens=128)
+    assert page_tokens_of(read_options({}), [window], on_cpu=False) == 64
+    with pytest.raises(ConfigError, match="load: layerwise: the engine's KV has a window"):
+        page_tokens_of(read_options({"load": "layerwise"}), [window], on_cpu=False)
 
 
 def test_without_options_everything_has_a_default():

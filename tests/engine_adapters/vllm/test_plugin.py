@@ -93,6 +93,30 @@ def test_a_wrong_option_is_refused_when_vllm_reads_its_command_line(vllm):
         config("KVStoreConnector", adress="unix:///run/x.sock")
 
 
+def test_a_connector_among_several_is_told_so_and_its_options_are_checked(vllm):
+    config, _, whole = vllm
+    plugin.register()
+    llama = model_of("LlamaForCausalLM")
+    ours, bare = (
+        {"kv_connector": "KVStoreConnector", "kv_connector_extra_config": {"tenant": "a"}},
+        {"kv_connector": "KVStoreConnector"},
+    )
+    other = {"kv_connector": "NixlConnector", "kv_connector_extra_config": {"a": 1}}
+    for children in ([other, ours], [bare], [], None):
+        assert whole(config("MultiConnector", connectors=children), llama).checked
+
+    assert ours["kv_connector_extra_config"] == {"tenant": "a", "in_multi_connector": True}
+    assert bare["kv_connector_extra_config"] == {"in_multi_connector": True}
+    assert other["kv_connector_extra_config"] == {"a": 1}
+    ours["kv_connector_extra_config"]["tenent"] = "b"
+    with pytest.raises(ConfigError, match="unknown key tenent; did you mean tenant"):
+        whole(config("MultiConnector", connectors=[other, ours]), llama)
+    jamba = model_of("JambaForCausalLM", is_hybrid=True)
+    assert whole(config("MultiConnector", connectors=[other]), jamba).checked
+    with pytest.raises(ConfigError, match=r"JambaForCausalLM.* start vLLM without KVStoreConn"):
+        whole(config("MultiConnector", connectors=[bare]), jamba)
+
+
 def test_a_model_that_cannot_be_stored_is_refused_before_it_is_loaded(vllm):
     config, _, whole = vllm
     plugin.register()

@@ -11,6 +11,7 @@ from msgspec import structs
 from engine_adapters.vllm.support import (
     REMEDY,
     TESTED_VERSIONS,
+    backends_of,
     check_groups,
     check_model,
     check_revision,
@@ -18,6 +19,7 @@ from engine_adapters.vllm.support import (
     drop_wrong_parameters,
     heads_of,
     may_load,
+    packing_settings,
     takes_whole,
 )
 from kvstore.engine.identity import Group
@@ -239,3 +241,26 @@ def test_parameters_that_are_no_mapping_are_removed_before_vllm_reads_them(wrong
     request.kv_transfer_params = right
     drop_wrong_parameters(request)
     assert request.kv_transfer_params is right
+
+
+def test_blocks_that_a_backend_packs_otherwise_have_other_names():
+    def spec(**packing):
+        return group_of("FullAttentionSpec", head_size=64, head_size_v=64, **packing).kv_cache_spec
+
+    dense = spec(num_head_slots=None, state_content_bytes=None)
+    planes = spec(num_head_slots=2, state_content_bytes=1024)
+    found = [packing_settings(specs) for specs in ([dense, planes], [planes, dense], [planes] * 2)]
+
+    assert packing_settings([dense] * 2) == packing_settings([spec()]) == {}, "named as ever"
+    assert len({settings["packing"] for settings in found}) == 3
+
+
+def test_backends_are_named_for_each_kind_of_layer():
+    def named(backend, **kinds):
+        one = {kind: Values(name=name) for kind, name in kinds.items()}
+        return backends_of(Values(attention_config=Values(backend=backend, backend_per_kind=one)))
+
+    assert named(None) == backends_of(Values(attention_config=Values())) == "auto"
+    assert named(Values(name="B12X")) == "B12X"
+    assert named(None, full_attention="B12X") == "auto+full_attention=B12X"
+    assert named(None, b="X", a="Y") == named(None, a="Y", b="X")
