@@ -18,6 +18,9 @@ AHEAD_S: Final = 0.1
 """A late binding policy gives an engine its next prompt this long before it has computed the last
 one, so that it never waits; then others that fit into the same step, as long as none comes before
 them that does not."""
+JOINED: Final = 3.0
+"""Others join only if they save those who wait so many times what they cost those of the step: not
+all who wait are behind them, and what joins is decided earlier than it would be."""
 _ROUNDING_S: Final = 1e-6
 """Differences of times are not exact: a request that is woken for an engine must find it free."""
 _IN_VAIN_MAX: Final = 48
@@ -211,14 +214,14 @@ class SecondsChooser:
     def _gets(self, row: int, takes: float, priced: PricedEngines, at: int, waits: float) -> bool:
         """Whether an engine gets a prompt now: it is free, or the prompt joins its next step.
 
-        It joins if it saves those who wait for an engine more time than it costs those of the step.
+        It joins if it saves those who wait for an engine much more than it costs those of the step.
         Short prompts save half of their time or more, long ones next to nothing; and nothing saves
         who is thought to be computed behind an earlier request that does not fit.
         """
         if takes in (0.0, inf) or priced.new_tokens(at) > takes:
             return takes == inf
         before = float(self._prices.steps.prompts[row])
-        return waits * priced.shared_s(at) >= before * float(priced.terms.prefill_s[at])
+        return waits * priced.shared_s(at) >= JOINED * before * float(priced.terms.prefill_s[at])
 
     def receiver(self, waiting: Waiting, row: int, seconds: Sequence[int]) -> int:
         """Row of the best of some engines to decode a request whose KV was computed elsewhere."""
