@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 import msgspec
-from redis import exceptions
 from redis.asyncio import Redis
 from redis.commands.core import AsyncScript
 
 from kvstore.cluster.entries import NAME_BYTES, FoundEntries, NumberHolder
 from kvstore.cluster.page_store import AnnouncedNumber, ChangedPages, DirectoryFault
+from kvstore.cluster.redis_client import RedisTrouble, disconnect, trouble_of
 from kvstore.protocol.errors import InvalidArgument, printable
 
 ENTRY_MS: Final = 3_600_000
@@ -28,8 +28,6 @@ _T = TypeVar("_T")
 _NOT_ASKED: Final = "its answer is not what was asked for"
 _FOUND_NAMES: Final = 4_096
 """Entries of one call; other clients of the server wait meanwhile: a millisecond."""
-
-_LOGIN: Final = (exceptions.AuthenticationError, exceptions.NoPermissionError)
 
 _NOW: Final = """
 local time = redis.call('TIME')
@@ -214,8 +212,8 @@ class RedisPages:
     """A :class:`kvstore.cluster.page_store.PageStore` in Redis.
 
     Args:
-        connect: a client of one server, not decoding and without retries; called again if its
-            server is away, to try another one.
+        connect: a client of one server, not decoding and without retries; called again after a
+            failure, to try another one, except when its memory is full.
         cluster: name of the cluster.
         entry_ms: lifetime of an entry.
         number_ms: lifetime of a number that is not renewed.
@@ -239,7 +237,7 @@ class RedisPages:
         client, self._client = self._client, None
         self._scripts.clear()
         if client is not None:
-            await client.aclose()
+            await disconnect(client)
 
     async def claim(self, node: str, boot: bytes, token: str) -> int:
         """See :meth:`kvstore.cluster.page_store.PageStore.claim`."""
@@ -292,32 +290,44 @@ class RedisPages:
         Raises:
             DirectoryFault: it failed.
         """
+        client: Redis | None = None
         try:
-            script = self._script(text)
+            client, script = self._script(text)
             async with asyncio.timeout(CALL_S):
                 return await script(keys, arguments)
         except InvalidArgument as error:
             raise DirectoryFault("login", str(error)) from error
-        except _LOGIN as error:
-            raise DirectoryFault("login", "Redis refuses the login") from error
-        except (TimeoutError, exceptions.TimeoutError) as error:
-            await self.close()
-            raise DirectoryFault("late", f"Redis did not answer within {CALL_S} s") from error
-        except (OSError, exceptions.ConnectionError) as error:
-            await self.close()
-            raise DirectoryFault("away", f"Redis: {printable(str(error))}") from error
-        except exceptions.OutOfMemoryError as error:
-            raise DirectoryFault("full", "Redis takes no more: see its maxmemory") from error
-        except exceptions.RedisError as error:
-            raise DirectoryFault("refused", f"Redis: {printable(str(error))}") from error
+        except Exception as error:  # a strange answer makes the client raise anything
+            cause = trouble_of(error)
+            if client is not None and cause != "full":
+                # Another server, or another password, may do: both are read for each client.
+                await self._drop(client)
+            raise DirectoryFault(cause, _said(cause, error)) from error
 
-    def _script(self, text: str) -> AsyncScript:
+    def _script(self, text: str) -> tuple[Redis, AsyncScript]:
+        if self._client is None:
+            self._client = self._connect()
         script = self._scripts.get(text)
         if script is None:
-            if self._client is None:
-                self._client = self._connect()
             script = self._scripts[text] = self._client.register_script(text)
-        return script
+        return self._client, script
+
+    async def _drop(self, client: Redis) -> None:
+        """Disconnect a client that failed, unless another call has done that already."""
+        if self._client is client:
+            await self.close()
+
+
+def _said(cause: RedisTrouble, error: Exception) -> str:
+    match cause:
+        case "login":  # Redis names the user
+            return "Redis refuses the login, or this user may not use the keys and scripts"
+        case "late":
+            return f"Redis did not answer within {CALL_S} s"
+        case "full":
+            return "Redis takes no more: see its maxmemory"
+        case _:
+            return f"Redis: {printable(str(error) or type(error).__name__)}"
 
 
 def _read(answer: Any, kind: type[_T]) -> _T:

@@ -10,13 +10,12 @@ from collections.abc import AsyncGenerator, Mapping
 from typing import Any, Final, TypeVar
 
 import msgspec
-from redis import exceptions
 from redis.asyncio import Redis
 
 from kvstore.cluster.access import StoreServers
 from kvstore.cluster.greeting import NODE_NAME
 from kvstore.cluster.records import RECORD_BYTES_MAX
-from kvstore.cluster.redis_client import redis_clients
+from kvstore.cluster.redis_client import disconnect, redis_clients, trouble_of
 from kvstore.cluster.store import CALL_S, LEASE_S
 from kvstore.protocol.errors import InvalidArgument, PeerUnreachable, TransferTimeout, printable
 
@@ -93,10 +92,6 @@ end
 return found
 """
 )
-_LOGIN: Final = (
-    exceptions.AuthenticationError,  # of a wrong password, and of none where one is needed
-    exceptions.NoPermissionError,
-)
 
 
 class RedisStore:
@@ -130,7 +125,7 @@ class RedisStore:
         """See :meth:`kvstore.cluster.store.RecordStore.close`."""
         redis, self._redis = self._redis, None
         if redis is not None:
-            await redis.aclose()
+            await disconnect(redis)
 
     async def settings(self, offered: bytes) -> bytes:
         """See :meth:`kvstore.cluster.store.RecordStore.settings`."""
@@ -204,16 +199,18 @@ class RedisStore:
         try:
             async with asyncio.timeout(CALL_S):
                 return await self._redis.eval(script, keys, *arguments)
-        except _LOGIN as error:
-            # Redis names the user; its text is not repeated, whatever it may come to contain.
-            raise InvalidArgument(
-                "login", "Redis refuses the login, or this user may not use the keys"
-                f" {self._prefix}* and scripts",
-            ) from error  # fmt: skip
-        except (TimeoutError, exceptions.TimeoutError) as error:
-            raise TransferTimeout(f"Redis did not answer within {CALL_S} s") from error
-        except (OSError, exceptions.RedisError) as error:
-            raise PeerUnreachable(f"Redis: {printable(str(error))}") from error
+        except Exception as error:  # a strange answer makes the client raise anything
+            cause = trouble_of(error)
+            if cause == "login":
+                # Redis names the user; its text is not repeated, whatever it may come to contain.
+                raise InvalidArgument(
+                    "login", "Redis refuses the login, or this user may not use the keys"
+                    f" {self._prefix}* and scripts",
+                ) from error  # fmt: skip
+            if cause == "late":
+                raise TransferTimeout(f"Redis did not answer within {CALL_S} s") from error
+            said = printable(str(error) or type(error).__name__)
+            raise PeerUnreachable(f"Redis: {said}") from error
 
 
 def _read(answer: Any, kind: type[_T]) -> _T:
