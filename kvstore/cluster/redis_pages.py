@@ -217,11 +217,12 @@ class RedisPages:
         cluster: name of the cluster.
         entry_ms: lifetime of an entry.
         number_ms: lifetime of a number that is not renewed.
+        call_s: time limit of each script.
     """
 
     def __init__(
         self, connect: Callable[[], Redis], cluster: str, entry_ms: int = ENTRY_MS,
-        number_ms: int = NUMBER_MS,
+        number_ms: int = NUMBER_MS, call_s: float = CALL_S,
     ) -> None:  # fmt: skip
         self._connect = connect
         self._numbers = f"kvstore:{{{cluster}}}:numbers"
@@ -229,6 +230,7 @@ class RedisPages:
         self._entry_ms = entry_ms
         self._lease_ms = number_ms
         self._keep_ms = entry_ms + number_ms + _MARGIN_MS
+        self._call_s = call_s
         self._client: Redis | None = None
         self._scripts: dict[str, AsyncScript] = {}
 
@@ -293,7 +295,7 @@ class RedisPages:
         client: Redis | None = None
         try:
             client, script = self._script(text)
-            async with asyncio.timeout(CALL_S):
+            async with asyncio.timeout(self._call_s):
                 return await script(keys, arguments)
         except InvalidArgument as error:
             raise DirectoryFault("login", str(error)) from error
@@ -302,7 +304,7 @@ class RedisPages:
             if client is not None and cause != "full":
                 # Another server, or another password, may do: both are read for each client.
                 await self._drop(client)
-            raise DirectoryFault(cause, _said(cause, error)) from error
+            raise DirectoryFault(cause, self._said(cause, error)) from error
 
     def _script(self, text: str) -> tuple[Redis, AsyncScript]:
         if self._client is None:
@@ -312,22 +314,21 @@ class RedisPages:
             script = self._scripts[text] = self._client.register_script(text)
         return self._client, script
 
+    def _said(self, cause: RedisTrouble, error: Exception) -> str:
+        match cause:
+            case "login":  # Redis names the user
+                return "Redis refuses the login, or this user may not use the keys and scripts"
+            case "late":
+                return f"Redis did not answer within {self._call_s} s"
+            case "full":
+                return "Redis takes no more: see its maxmemory"
+            case _:
+                return f"Redis: {printable(str(error) or type(error).__name__)}"
+
     async def _drop(self, client: Redis) -> None:
         """Disconnect a client that failed, unless another call has done that already."""
         if self._client is client:
             await self.close()
-
-
-def _said(cause: RedisTrouble, error: Exception) -> str:
-    match cause:
-        case "login":  # Redis names the user
-            return "Redis refuses the login, or this user may not use the keys and scripts"
-        case "late":
-            return f"Redis did not answer within {CALL_S} s"
-        case "full":
-            return "Redis takes no more: see its maxmemory"
-        case _:
-            return f"Redis: {printable(str(error) or type(error).__name__)}"
 
 
 def _read(answer: Any, kind: type[_T]) -> _T:
