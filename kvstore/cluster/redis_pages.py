@@ -6,6 +6,7 @@ not supported.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
@@ -33,17 +34,32 @@ _NOW: Final = """
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 """
+_FIELDS: Final = """
+local function fields(key, ...) -- none of what is no hash
+  local one = redis.pcall('HMGET', key, ...)
+  if not one.err then return one end
+  if not string.find(one.err, 'WRONGTYPE', 1, true) then redis.call('HMGET', key, ...) end
+  return {}, true
+end
+"""
 
 _CLAIM: Final = (
     _NOW
+    + _FIELDS
     + """
 local numbers, holder = KEYS[1], KEYS[2]
 local node, boot, token, lease, keep = unpack(ARGV)
 local taken = {}
 for _, number in ipairs(redis.call('ZRANGE', numbers, 0, -1)) do
-  local one = redis.call('HMGET', holder .. number, 'node', 'boot', 'token')
-  if one[3] == token then return tonumber(number) end
-  if not one[1] then
+  local key, counts = holder .. number, string.find(number, '^[1-9]%d*$')
+  local one, damaged = fields(key, 'node', 'boot', 'token')
+  if counts and one[3] == token then return tonumber(number) end
+  if counts and damaged then -- no longer, but entries may have it
+    redis.call('DEL', key)
+    redis.call('HSET', key, 'node', '', 'until', 0)
+    redis.call('PEXPIRE', key, keep)
+    taken[tonumber(number)] = true
+  elseif not counts or not one[1] then
     redis.call('ZREM', numbers, number)
   else
     taken[tonumber(number)] = true
@@ -65,14 +81,15 @@ return number
 
 _RENEW: Final = (
     _NOW
+    + _FIELDS
     + """
 local holder, lease, keep = KEYS[1], ARGV[1], ARGV[2]
 local lost = {}
 for at = 3, #ARGV, 3 do
   local key = holder .. ARGV[at]
-  local one = redis.call('HMGET', key, 'token', 'until', 'batch')
-  if one[1] == ARGV[at + 1] and tonumber(one[2]) > now
-      and tonumber(one[3]) >= tonumber(ARGV[at + 2]) then
+  local one = fields(key, 'token', 'until', 'batch')
+  if one[1] == ARGV[at + 1] and (tonumber(one[2] or '') or 0) > now
+      and (tonumber(one[3] or '') or -1) >= tonumber(ARGV[at + 2]) then
     redis.call('HSET', key, 'until', now + lease)
     redis.call('PEXPIRE', key, keep)
   else
@@ -83,13 +100,18 @@ return lost
 """
 )
 
-_WITHDRAW: Final = """
+_WITHDRAW: Final = (
+    _FIELDS
+    + """
 local key = KEYS[1] .. ARGV[1]
-if redis.call('HGET', key, 'token') == ARGV[2] then redis.call('HSET', key, 'until', 0) end
+if fields(key, 'token')[1] == ARGV[2] then redis.call('HSET', key, 'until', 0) end
 return 1
 """
+)
 
-_LIVE: Final = """
+_LIVE: Final = (
+    _FIELDS
+    + """
 local function texts_of(names)
   local keys = {}
   for start = 1, #names, size do
@@ -104,25 +126,25 @@ end
 local live = {}
 local function is_live(number)
   if live[number] == nil then
-    local til = redis.call('HGET', holder .. number, 'until')
-    live[number] = til and tonumber(til) > now or false
+    live[number] = (tonumber(fields(holder .. number, 'until')[1] or '') or 0) > now
   end
   return live[number]
 end
 """
+)
 
 _CHANGE: Final = (
     _NOW
     + """
 local holder, number, token, batch, ttl, size =
   KEYS[1], ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4], tonumber(ARGV[5])
-local own = redis.call('HMGET', holder .. number, 'token', 'until', 'batch')
-if own[1] ~= token or tonumber(own[2]) <= now then return 0 end
-if tonumber(own[3]) == batch then return 1 end
-if tonumber(own[3]) ~= batch - 1 then return 0 end
 """
     + _LIVE
     + """
+local own = fields(holder .. number, 'token', 'until', 'batch')
+if own[1] ~= token or (tonumber(own[2] or '') or 0) <= now then return 0 end
+if tonumber(own[3] or '') == batch then return 1 end
+if tonumber(own[3] or '') ~= batch - 1 then return 0 end
 local function others(text, member)
   local kept = {}
   for one in string.gmatch(text, '[^,]+') do
@@ -181,8 +203,10 @@ for shard = 2, #ARGV do
           if not known[number] then
             known[number] = true
             if is_live(number) then
-              local one = redis.call('HMGET', holder .. number, 'node', 'boot')
-              holders[#holders + 1] = {number, one[1], one[2]}
+              local one = fields(holder .. number, 'node', 'boot')
+              if one[1] and one[2] and #one[1] + #one[2] <= 4096 then
+                holders[#holders + 1] = {number, one[1], one[2]}
+              end
             end
           end
         end
@@ -275,11 +299,9 @@ class RedisPages:
             parts = [names[start : start + step] for names in shards]
             arguments: list[Any] = [NAME_BYTES, *parts]
             reply = _read(await self._call(_FIND, [self._holder], arguments), _Found)
-            try:
-                for number, node, boot in reply.holders:
+            for number, node, boot in reply.holders:
+                with contextlib.suppress(ValueError):  # it is no text: a number of nobody
                     holders[int(number)] = NumberHolder(node.decode(), bytes.fromhex(boot.decode()))
-            except ValueError as error:  # it is no text
-                raise DirectoryFault("refused", "a holder's record cannot be read") from error
             if len(reply.shards) != len(parts):
                 raise DirectoryFault("refused", f"Redis: {_NOT_ASKED}")
             for shard, names, counts in zip(runs, parts, reply.shards, strict=True):
