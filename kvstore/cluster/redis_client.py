@@ -20,6 +20,16 @@ _WRAPPED: Final[dict[str, "RedisTrouble"]] = {
 }  # fmt: skip
 """Parts of what Redis 6.2 says when a command of a script fails: always the code ERR, then this."""
 
+PRIMARY_ONLY: Final = """
+local written = redis.pcall('DEL', KEYS[1] .. 'none')
+if type(written) == 'table' and string.find(written.err, 'READONLY', 1, true) then
+  return written
+end
+"""
+"""The beginning of a script that only reads: it fails at a replica, whose primary may be gone.
+
+The key does not exist. A user without the right to delete cannot tell, and reads."""
+
 RedisTrouble = Literal["login", "late", "away", "full", "refused"]
 """Why a call failed: it rejects the login, or the rights of this user do not suffice; no answer in
 time; no connection; its memory is full; it cannot do it, or is not Redis."""

@@ -16,7 +16,7 @@ from redis.commands.core import AsyncScript
 
 from kvstore.cluster.entries import NAME_BYTES, FoundEntries, NumberHolder
 from kvstore.cluster.page_store import AnnouncedNumber, ChangedPages, DirectoryFault
-from kvstore.cluster.redis_client import RedisTrouble, disconnect, trouble_of
+from kvstore.cluster.redis_client import PRIMARY_ONLY, RedisTrouble, disconnect, trouble_of
 from kvstore.protocol.errors import InvalidArgument, printable
 
 ENTRY_MS: Final = 3_600_000
@@ -181,7 +181,8 @@ return 1
 )
 
 _FIND: Final = (
-    _NOW
+    PRIMARY_ONLY
+    + _NOW
     + """
 local holder, size = KEYS[1], tonumber(ARGV[1])
 """

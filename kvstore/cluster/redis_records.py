@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 from kvstore.cluster.access import StoreServers
 from kvstore.cluster.greeting import NODE_NAME
 from kvstore.cluster.records import RECORD_BYTES_MAX
-from kvstore.cluster.redis_client import disconnect, redis_clients, trouble_of
+from kvstore.cluster.redis_client import PRIMARY_ONLY, disconnect, redis_clients, trouble_of
 from kvstore.cluster.store import CALL_S, LEASE_S
 from kvstore.protocol.errors import InvalidArgument, PeerUnreachable, TransferTimeout, printable
 
@@ -63,8 +63,10 @@ redis.call('DEL', KEYS[1])
 redis.call('ZREM', KEYS[2], ARGV[2])
 return 1
 """
+_CHECK: Final = PRIMARY_ONLY + "return 1"
 _LIST: Final = (
-    _NOW
+    PRIMARY_ONLY
+    + _NOW
     + """
 local found, seen, most = {}, {}, tonumber(ARGV[1])
 local function add(name)
@@ -119,7 +121,7 @@ class RedisStore:
         """See :meth:`kvstore.cluster.store.RecordStore.open`."""
         await self.close()
         self._redis = self._client()
-        await self._eval("return 1", 0)
+        await self._eval(_CHECK, 1, self._prefix)
 
     async def close(self) -> None:
         """See :meth:`kvstore.cluster.store.RecordStore.close`."""
@@ -149,7 +151,7 @@ class RedisStore:
 
     async def check(self) -> None:
         """See :meth:`kvstore.cluster.store.RecordStore.check`."""
-        await self._eval("return 1", 0)
+        await self._eval(_CHECK, 1, self._prefix)
 
     async def withdraw(self, name: str, value: bytes) -> None:
         """See :meth:`kvstore.cluster.store.RecordStore.withdraw`."""
