@@ -269,7 +269,10 @@ class RedisPages:
     async def claim(self, node: str, boot: bytes, token: str) -> int:
         """See :meth:`kvstore.cluster.page_store.PageStore.claim`."""
         arguments = [node, boot.hex(), token, self._lease_ms, self._keep_ms]
-        return _read(await self._call(_CLAIM, [self._numbers, self._holder], arguments), int)
+        number = _read(await self._call(_CLAIM, [self._numbers, self._holder], arguments), int)
+        if number < 1:  # 0 is no number yet: it would be asked for again at once
+            raise DirectoryFault("refused", f"Redis: {_NOT_ASKED}")
+        return number
 
     async def change(
         self, number: int, token: str, batch: int, changes: Sequence[ChangedPages]

@@ -89,7 +89,7 @@ async def test_a_store_of_records_that_answers_otherwise_is_one_that_is_away(cal
 @pytest.mark.parametrize(
     ("call", "answer"),
     [
-        *(("claim", answer) for answer in (NULL, TEXT, ONE)),
+        *(("claim", answer) for answer in (NULL, TEXT, ONE, b":0\r\n", b":-1\r\n")),
         *(("change", answer) for answer in (NULL, TEXT, ONE)),
         *(("renew", answer) for answer in (NUMBER, NULL, TEXT, ONE)),
         *(("find", answer) for answer in (NUMBER, NULL, TEXT, ONE, NUMBERS)),
