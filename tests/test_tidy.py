@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.catch_all import CATCH_ALL
+
 ROOT = Path(__file__).resolve().parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES = set(PYPROJECT["tool"]["setuptools"]["packages"])
@@ -38,28 +40,6 @@ LONG_FILES: dict[str, int] = {}
 """path: the code lines that it had when this limit came; it may shrink, and then goes from here."""
 LONG_FUNCTIONS: dict[str, str] = {}
 """``path:function``: why it is longer."""
-CATCH_ALL: dict[str, str] = {
-    "conductor/front/admin.py:errors_as_json.answer": "a request's failure ends that request alone",
-    "conductor/front/guarding.py:Guard.keep": "one engine, node or job must not end the service",
-    "conductor/front/guarding.py:Guard.turn": "nor a request that has nothing to do with it",
-    "conductor/front/local_tokenizers.py:_translated": "templates and the library raise anything",
-    "kvstore/client/jobs.py:Job.run": "a job's failure must not end the worker of engines",
-    "kvstore/handoff/decode.py:DecodeManager._serve": "who is not given up is never tried again",
-    "kvstore/handoff/device_copies.py:DeviceCopies._give_up_late": "a copy must end",
-    "kvstore/handoff/device_copies.py:DeviceCopies._run_feed": "a copy must begin",
-    "kvstore/handoff/device_copies.py:DeviceCopies._look": "a copy must end",
-    "kvstore/handoff/device_copies.py:DeviceCopies.begin": "a copy must end",
-    "kvstore/handoff/device_copies.py:_Flying.look": "a copy must end",
-    "kvstore/handoff/device_reads.py:DeviceReads._begin": "a copy must end",
-    "kvstore/tier/push_memory.py:_PushWay.copy": "the device may have a part",
-    "kvstore/handoff/links.py:Ticker._run": "deadlines and leases must be kept after a fault, too",
-    "kvstore/handoff/listening.py:LinkListener._accept": "a port must let the next ones in",
-    "kvstore/handoff/mooncake.py:MooncakeWriter._events": "all writes must have ends",
-    "kvstore/handoff/mooncake.py:MooncakeLanding._run": "engines must be ended after a fault, too",
-    "kvstore/handoff/mooncake.py:MooncakeWriter._run": "all writes need an end after a fault, too",
-    "kvstore/transport/mooncake.py:MooncakeTransport._run": "transfers must be settled then, too",
-}
-"""``path:function``: why this loop must survive whatever happens in it; it logs and counts."""
 
 OTHER_TEST_FOLDERS = {
     "cluster_processes": "several nodes as processes, and real servers: `make test-cluster`",

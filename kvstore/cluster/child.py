@@ -6,9 +6,13 @@ until its lease expires.
 """
 
 import asyncio
+import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
+from typing import Final
+
+import msgspec
 
 from kvstore.cluster.claiming import Presence
 from kvstore.cluster.greeting import LocalNode
@@ -18,6 +22,8 @@ from kvstore.cluster.messages import (
     AskPages,
     BeginCluster,
     ChildSettings,
+    DirectoryReport,
+    HoldingsFound,
     Join,
     Leave,
     NodesFound,
@@ -26,12 +32,19 @@ from kvstore.cluster.messages import (
     message_to_child,
 )
 from kvstore.cluster.presence import PresenceCheck
-from kvstore.cluster.records import NodeRecord
+from kvstore.cluster.records import JoinStanding, NodeRecord
 from kvstore.cluster.store import RecordStore
 from kvstore.cluster.stores import open_store
 from kvstore.index.child import serve
 from kvstore.index.reading import UnreadableError
-from kvstore.protocol.errors import InvalidArgument
+from kvstore.protocol.errors import InvalidArgument, printable
+
+_log = logging.getLogger(__name__)
+
+BUG: Final = "bug"
+"""The cause by which failures that nothing expects are counted."""
+AGAIN_S: Final = 1.0
+"""Seconds until work that has failed as a whole is begun again."""
 
 OpenStore = Callable[[StorePlace, str], RecordStore]
 """Opens the store of the cluster with this name."""
@@ -57,6 +70,7 @@ class ClusterCompanion:
         self._changed = asyncio.Event()
         self._begun = asyncio.Event()
         self._ask: Callable[[AskPages], None] | None = None
+        self._bugs = 0
         #: Names of the nodes that were used last.
         self._known: frozenset[str] = frozenset()
 
@@ -67,8 +81,11 @@ class ClusterCompanion:
             tell: gets all nodes, and the standing, after each change.
         """
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._share(tell), name="shared directory")
-            await self._belong(tell)
+            tasks.create_task(
+                _kept(lambda: self._share(tell), lambda why: self._not_shared(why, tell)),
+                name="shared directory",
+            )
+            await _kept(lambda: self._belong(tell), lambda why: _not_belonging(why, tell))
 
     async def _share(self, tell: Tell) -> None:
         """Use the directory that nodes share, if there is one, until cancelled."""
@@ -81,10 +98,21 @@ class ClusterCompanion:
 
             shared = SharedDirectory(
                 settings.directory, settings.credentials,
-                lambda message: tell(encode_message(message)),
+                lambda message: tell(encode_message(self._counted(message))),
             )  # fmt: skip
             self._ask = shared.ask
             await shared.run()
+
+    def _counted(self, message: HoldingsFound | DirectoryReport) -> HoldingsFound | DirectoryReport:
+        """A message of the directory; a report also has the failures that it did not live on."""
+        if not self._bugs or isinstance(message, HoldingsFound):
+            return message
+        return msgspec.structs.replace(message, faults=message.faults | {BUG: self._bugs})
+
+    def _not_shared(self, why: str, tell: Tell) -> None:
+        self._ask = None
+        self._bugs += 1
+        tell(encode_message(DirectoryReport(faults={BUG: self._bugs}, why=why, trouble=BUG)))
 
     async def _belong(self, tell: Tell) -> None:
         """Keep the node joined or not, as requested, until cancelled."""
@@ -161,6 +189,30 @@ class ClusterCompanion:
             return Presence.SILENT
         local = LocalNode(shown.cluster, own.name, own.boot, own.scheme)
         return await PresenceCheck(local, tls)(there)
+
+
+async def _kept(work: Callable[[], Awaitable[None]], failed: Callable[[str], None]) -> None:
+    """Do some work until it has ended or is cancelled; begin it again after a bug.
+
+    So the other work, and the index, go on. An assertion that failed ends the process.
+
+    Args:
+        work: can be begun again.
+        failed: is told what happened.
+    """
+    while True:
+        try:
+            return await work()
+        except* AssertionError:
+            raise
+        except* Exception as errors:
+            _log.exception("bug in the index process, which continues")
+            failed(printable(f"bug: {errors.exceptions[0]!r}"))
+        await asyncio.sleep(AGAIN_S)
+
+
+def _not_belonging(why: str, tell: Tell) -> None:
+    tell(encode_message(NodesFound({}, JoinStanding("away", "", why))))
 
 
 def main() -> int:

@@ -17,7 +17,13 @@ from aetcd import rpc
 
 from kvstore.cluster.access import EndpointTurns, StoreServers, read_login, read_pem
 from kvstore.cluster.store import CALL_S, LEASE_S
-from kvstore.protocol.errors import InvalidArgument, PeerUnreachable, TransferTimeout, printable
+from kvstore.protocol.errors import (
+    InvalidArgument,
+    KVStoreError,
+    PeerUnreachable,
+    TransferTimeout,
+    printable,
+)
 
 _OPTIONS: Final = [
     ("grpc.enable_http_proxy", 0),  # no variable of the environment leads elsewhere
@@ -27,7 +33,7 @@ _OPTIONS: Final = [
 _LOGIN_TEXTS: Final = ("authentication", "user name is empty", "permission denied")
 """Parts of etcd's answers when it rejects a login; status codes do not distinguish that from
 mistakes."""
-
+_NOT_ASKED: Final = "its answer is not what was asked for"
 
 _T = TypeVar("_T")
 
@@ -138,7 +144,7 @@ class EtcdStore:
             while True:
                 try:
                     answer = self._continues(await stream.read())
-                except rpc.AioRpcError as error:
+                except Exception as error:
                     raise _translated(error) from error
                 for change in answer.events:
                     name = self._name(change.kv.key)
@@ -159,7 +165,7 @@ class EtcdStore:
             return
         request = rpc.AuthenticateRequest(name=login.user, password=login.password)
         call = rpc.AuthStub(self._open()).Authenticate(request, timeout=CALL_S)
-        self._metadata = (("token", (await self._bounded(call)).token),)
+        self._metadata = (("token", _decoded(await self._bounded(call)).token),)
 
     async def _swap(
         self, key: bytes, value: bytes, expected: bytes | None, lease: int
@@ -175,6 +181,8 @@ class EtcdStore:
         answer = await self._call(lambda: rpc.KVStub(self._open()).Txn, request)
         if answer.succeeded:
             return None
+        if not answer.responses:
+            raise PeerUnreachable(f"etcd: {_NOT_ASKED}")
         found = answer.responses[0].response_range.kvs
         return bytes(found[0].value) if found else b""
 
@@ -190,7 +198,7 @@ class EtcdStore:
             await self._login()
             return await method()(request, timeout=CALL_S, metadata=self._metadata)
 
-        return await self._bounded(attempts())
+        return _decoded(await self._bounded(attempts()))
 
     async def _bounded(self, call: Awaitable[_T]) -> _T:
         """Wait for a call, or for several that belong together."""
@@ -199,7 +207,7 @@ class EtcdStore:
                 return await call
         except TimeoutError as error:
             raise TransferTimeout(_late()) from error
-        except rpc.AioRpcError as error:
+        except Exception as error:
             raise _translated(error) from error
 
     def _open(self) -> Any:
@@ -227,11 +235,26 @@ def _is(key: bytes, value: bytes | None) -> Any:
     return rpc.Compare(key=key, target=rpc.Compare.VALUE, result=rpc.Compare.EQUAL, value=value)
 
 
+def _decoded(answer: Any) -> Any:
+    """An answer; the client gives None for one that it cannot decode."""
+    if answer is None:
+        raise PeerUnreachable(f"etcd: {_NOT_ASKED}")
+    return answer
+
+
 def _late() -> str:
     return f"etcd did not answer within {CALL_S} s"
 
 
-def _translated(error: Any) -> Exception:
+def _translated(error: Exception) -> KVStoreError:
+    """What a call has raised, as this store's callers know it.
+
+    The client raises others than those with a status: when its channel was closed meanwhile.
+    """
+    if isinstance(error, KVStoreError):
+        return error
+    if not isinstance(error, rpc.AioRpcError):
+        return PeerUnreachable(f"etcd: {type(error).__name__}: {printable(str(error))}")
     code, text = error.code(), error.details() or ""
     if code is rpc.StatusCode.DEADLINE_EXCEEDED:
         return TransferTimeout(_late())

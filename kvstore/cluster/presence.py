@@ -49,6 +49,8 @@ class PresenceCheck:
             server_hostname=where.host if self._tls is not None else None,
         )  # fmt: skip
         try:
+            if writer.is_closing():  # uvloop's write raises a RuntimeError
+                raise ConnectionResetError("reset at once")
             writer.write(wire.encode(self._local.hello(1)))
             frames = wire.FrameReader()
             while data := await reader.read(_READ_BYTES):

@@ -6,16 +6,17 @@ not supported.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 import msgspec
-from redis import exceptions
 from redis.asyncio import Redis
 from redis.commands.core import AsyncScript
 
 from kvstore.cluster.entries import NAME_BYTES, FoundEntries, NumberHolder
 from kvstore.cluster.page_store import AnnouncedNumber, ChangedPages, DirectoryFault
+from kvstore.cluster.redis_client import PRIMARY_ONLY, RedisTrouble, disconnect, trouble_of
 from kvstore.protocol.errors import InvalidArgument, printable
 
 ENTRY_MS: Final = 3_600_000
@@ -29,23 +30,36 @@ _NOT_ASKED: Final = "its answer is not what was asked for"
 _FOUND_NAMES: Final = 4_096
 """Entries of one call; other clients of the server wait meanwhile: a millisecond."""
 
-_LOGIN: Final = (exceptions.AuthenticationError, exceptions.NoPermissionError)
-
 _NOW: Final = """
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 """
+_FIELDS: Final = """
+local function fields(key, ...) -- none of what is no hash
+  local one = redis.pcall('HMGET', key, ...)
+  if not one.err then return one end
+  if not string.find(one.err, 'WRONGTYPE', 1, true) then redis.call('HMGET', key, ...) end
+  return {}, true
+end
+"""
 
 _CLAIM: Final = (
     _NOW
+    + _FIELDS
     + """
 local numbers, holder = KEYS[1], KEYS[2]
 local node, boot, token, lease, keep = unpack(ARGV)
 local taken = {}
 for _, number in ipairs(redis.call('ZRANGE', numbers, 0, -1)) do
-  local one = redis.call('HMGET', holder .. number, 'node', 'boot', 'token')
-  if one[3] == token then return tonumber(number) end
-  if not one[1] then
+  local key, counts = holder .. number, string.find(number, '^[1-9]%d*$')
+  local one, damaged = fields(key, 'node', 'boot', 'token')
+  if counts and one[3] == token then return tonumber(number) end
+  if counts and damaged then -- no longer, but entries may have it
+    redis.call('DEL', key)
+    redis.call('HSET', key, 'node', '', 'until', 0)
+    redis.call('PEXPIRE', key, keep)
+    taken[tonumber(number)] = true
+  elseif not counts or not one[1] then
     redis.call('ZREM', numbers, number)
   else
     taken[tonumber(number)] = true
@@ -67,14 +81,15 @@ return number
 
 _RENEW: Final = (
     _NOW
+    + _FIELDS
     + """
 local holder, lease, keep = KEYS[1], ARGV[1], ARGV[2]
 local lost = {}
 for at = 3, #ARGV, 3 do
   local key = holder .. ARGV[at]
-  local one = redis.call('HMGET', key, 'token', 'until', 'batch')
-  if one[1] == ARGV[at + 1] and tonumber(one[2]) > now
-      and tonumber(one[3]) >= tonumber(ARGV[at + 2]) then
+  local one = fields(key, 'token', 'until', 'batch')
+  if one[1] == ARGV[at + 1] and (tonumber(one[2] or '') or 0) > now
+      and (tonumber(one[3] or '') or -1) >= tonumber(ARGV[at + 2]) then
     redis.call('HSET', key, 'until', now + lease)
     redis.call('PEXPIRE', key, keep)
   else
@@ -85,13 +100,18 @@ return lost
 """
 )
 
-_WITHDRAW: Final = """
+_WITHDRAW: Final = (
+    _FIELDS
+    + """
 local key = KEYS[1] .. ARGV[1]
-if redis.call('HGET', key, 'token') == ARGV[2] then redis.call('HSET', key, 'until', 0) end
+if fields(key, 'token')[1] == ARGV[2] then redis.call('HSET', key, 'until', 0) end
 return 1
 """
+)
 
-_LIVE: Final = """
+_LIVE: Final = (
+    _FIELDS
+    + """
 local function texts_of(names)
   local keys = {}
   for start = 1, #names, size do
@@ -106,25 +126,25 @@ end
 local live = {}
 local function is_live(number)
   if live[number] == nil then
-    local til = redis.call('HGET', holder .. number, 'until')
-    live[number] = til and tonumber(til) > now or false
+    live[number] = (tonumber(fields(holder .. number, 'until')[1] or '') or 0) > now
   end
   return live[number]
 end
 """
+)
 
 _CHANGE: Final = (
     _NOW
     + """
 local holder, number, token, batch, ttl, size =
   KEYS[1], ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4], tonumber(ARGV[5])
-local own = redis.call('HMGET', holder .. number, 'token', 'until', 'batch')
-if own[1] ~= token or tonumber(own[2]) <= now then return 0 end
-if tonumber(own[3]) == batch then return 1 end
-if tonumber(own[3]) ~= batch - 1 then return 0 end
 """
     + _LIVE
     + """
+local own = fields(holder .. number, 'token', 'until', 'batch')
+if own[1] ~= token or (tonumber(own[2] or '') or 0) <= now then return 0 end
+if tonumber(own[3] or '') == batch then return 1 end
+if tonumber(own[3] or '') ~= batch - 1 then return 0 end
 local function others(text, member)
   local kept = {}
   for one in string.gmatch(text, '[^,]+') do
@@ -161,7 +181,8 @@ return 1
 )
 
 _FIND: Final = (
-    _NOW
+    PRIMARY_ONLY
+    + _NOW
     + """
 local holder, size = KEYS[1], tonumber(ARGV[1])
 """
@@ -183,8 +204,10 @@ for shard = 2, #ARGV do
           if not known[number] then
             known[number] = true
             if is_live(number) then
-              local one = redis.call('HMGET', holder .. number, 'node', 'boot')
-              holders[#holders + 1] = {number, one[1], one[2]}
+              local one = fields(holder .. number, 'node', 'boot')
+              if one[1] and one[2] and #one[1] + #one[2] <= 4096 then
+                holders[#holders + 1] = {number, one[1], one[2]}
+              end
             end
           end
         end
@@ -214,16 +237,17 @@ class RedisPages:
     """A :class:`kvstore.cluster.page_store.PageStore` in Redis.
 
     Args:
-        connect: a client of one server, not decoding and without retries; called again if its
-            server is away, to try another one.
+        connect: a client of one server, not decoding and without retries; called again after a
+            failure, to try another one, except when its memory is full.
         cluster: name of the cluster.
         entry_ms: lifetime of an entry.
         number_ms: lifetime of a number that is not renewed.
+        call_s: time limit of each script.
     """
 
     def __init__(
         self, connect: Callable[[], Redis], cluster: str, entry_ms: int = ENTRY_MS,
-        number_ms: int = NUMBER_MS,
+        number_ms: int = NUMBER_MS, call_s: float = CALL_S,
     ) -> None:  # fmt: skip
         self._connect = connect
         self._numbers = f"kvstore:{{{cluster}}}:numbers"
@@ -231,6 +255,7 @@ class RedisPages:
         self._entry_ms = entry_ms
         self._lease_ms = number_ms
         self._keep_ms = entry_ms + number_ms + _MARGIN_MS
+        self._call_s = call_s
         self._client: Redis | None = None
         self._scripts: dict[str, AsyncScript] = {}
 
@@ -239,12 +264,15 @@ class RedisPages:
         client, self._client = self._client, None
         self._scripts.clear()
         if client is not None:
-            await client.aclose()
+            await disconnect(client)
 
     async def claim(self, node: str, boot: bytes, token: str) -> int:
         """See :meth:`kvstore.cluster.page_store.PageStore.claim`."""
         arguments = [node, boot.hex(), token, self._lease_ms, self._keep_ms]
-        return _read(await self._call(_CLAIM, [self._numbers, self._holder], arguments), int)
+        number = _read(await self._call(_CLAIM, [self._numbers, self._holder], arguments), int)
+        if number < 1:  # 0 is no number yet: it would be asked for again at once
+            raise DirectoryFault("refused", f"Redis: {_NOT_ASKED}")
+        return number
 
     async def change(
         self, number: int, token: str, batch: int, changes: Sequence[ChangedPages]
@@ -275,11 +303,9 @@ class RedisPages:
             parts = [names[start : start + step] for names in shards]
             arguments: list[Any] = [NAME_BYTES, *parts]
             reply = _read(await self._call(_FIND, [self._holder], arguments), _Found)
-            try:
-                for number, node, boot in reply.holders:
+            for number, node, boot in reply.holders:
+                with contextlib.suppress(ValueError):  # it is no text: a number of nobody
                     holders[int(number)] = NumberHolder(node.decode(), bytes.fromhex(boot.decode()))
-            except ValueError as error:  # it is no text
-                raise DirectoryFault("refused", "a holder's record cannot be read") from error
             if len(reply.shards) != len(parts):
                 raise DirectoryFault("refused", f"Redis: {_NOT_ASKED}")
             for shard, names, counts in zip(runs, parts, reply.shards, strict=True):
@@ -292,32 +318,43 @@ class RedisPages:
         Raises:
             DirectoryFault: it failed.
         """
+        client: Redis | None = None
         try:
-            script = self._script(text)
-            async with asyncio.timeout(CALL_S):
+            client, script = self._script(text)
+            async with asyncio.timeout(self._call_s):
                 return await script(keys, arguments)
         except InvalidArgument as error:
             raise DirectoryFault("login", str(error)) from error
-        except _LOGIN as error:
-            raise DirectoryFault("login", "Redis refuses the login") from error
-        except (TimeoutError, exceptions.TimeoutError) as error:
-            await self.close()
-            raise DirectoryFault("late", f"Redis did not answer within {CALL_S} s") from error
-        except (OSError, exceptions.ConnectionError) as error:
-            await self.close()
-            raise DirectoryFault("away", f"Redis: {printable(str(error))}") from error
-        except exceptions.OutOfMemoryError as error:
-            raise DirectoryFault("full", "Redis takes no more: see its maxmemory") from error
-        except exceptions.RedisError as error:
-            raise DirectoryFault("refused", f"Redis: {printable(str(error))}") from error
+        except Exception as error:  # a strange answer makes the client raise anything
+            cause = trouble_of(error)
+            if client is not None and cause != "full":
+                # Another server, or another password, may do: both are read for each client.
+                await self._drop(client)
+            raise DirectoryFault(cause, self._said(cause, error)) from error
 
-    def _script(self, text: str) -> AsyncScript:
+    def _script(self, text: str) -> tuple[Redis, AsyncScript]:
+        if self._client is None:
+            self._client = self._connect()
         script = self._scripts.get(text)
         if script is None:
-            if self._client is None:
-                self._client = self._connect()
             script = self._scripts[text] = self._client.register_script(text)
-        return script
+        return self._client, script
+
+    def _said(self, cause: RedisTrouble, error: Exception) -> str:
+        match cause:
+            case "login":  # Redis names the user
+                return "Redis refuses the login, or this user may not use the keys and scripts"
+            case "late":
+                return f"Redis did not answer within {self._call_s} s"
+            case "full":
+                return "Redis takes no more: see its maxmemory"
+            case _:
+                return f"Redis: {printable(str(error) or type(error).__name__)}"
+
+    async def _drop(self, client: Redis) -> None:
+        """Disconnect a client that failed, unless another call has done that already."""
+        if self._client is client:
+            await self.close()
 
 
 def _read(answer: Any, kind: type[_T]) -> _T:

@@ -10,13 +10,12 @@ from collections.abc import AsyncGenerator, Mapping
 from typing import Any, Final, TypeVar
 
 import msgspec
-from redis import exceptions
 from redis.asyncio import Redis
 
 from kvstore.cluster.access import StoreServers
 from kvstore.cluster.greeting import NODE_NAME
 from kvstore.cluster.records import RECORD_BYTES_MAX
-from kvstore.cluster.redis_client import redis_clients
+from kvstore.cluster.redis_client import PRIMARY_ONLY, disconnect, redis_clients, trouble_of
 from kvstore.cluster.store import CALL_S, LEASE_S
 from kvstore.protocol.errors import InvalidArgument, PeerUnreachable, TransferTimeout, printable
 
@@ -64,8 +63,10 @@ redis.call('DEL', KEYS[1])
 redis.call('ZREM', KEYS[2], ARGV[2])
 return 1
 """
+_CHECK: Final = PRIMARY_ONLY + "return 1"
 _LIST: Final = (
-    _NOW
+    PRIMARY_ONLY
+    + _NOW
     + """
 local found, seen, most = {}, {}, tonumber(ARGV[1])
 local function add(name)
@@ -92,10 +93,6 @@ for _, name in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], now, '+inf', 'LIMIT',
 end
 return found
 """
-)
-_LOGIN: Final = (
-    exceptions.AuthenticationError,  # of a wrong password, and of none where one is needed
-    exceptions.NoPermissionError,
 )
 
 
@@ -124,13 +121,13 @@ class RedisStore:
         """See :meth:`kvstore.cluster.store.RecordStore.open`."""
         await self.close()
         self._redis = self._client()
-        await self._eval("return 1", 0)
+        await self._eval(_CHECK, 1, self._prefix)
 
     async def close(self) -> None:
         """See :meth:`kvstore.cluster.store.RecordStore.close`."""
         redis, self._redis = self._redis, None
         if redis is not None:
-            await redis.aclose()
+            await disconnect(redis)
 
     async def settings(self, offered: bytes) -> bytes:
         """See :meth:`kvstore.cluster.store.RecordStore.settings`."""
@@ -154,7 +151,7 @@ class RedisStore:
 
     async def check(self) -> None:
         """See :meth:`kvstore.cluster.store.RecordStore.check`."""
-        await self._eval("return 1", 0)
+        await self._eval(_CHECK, 1, self._prefix)
 
     async def withdraw(self, name: str, value: bytes) -> None:
         """See :meth:`kvstore.cluster.store.RecordStore.withdraw`."""
@@ -204,16 +201,18 @@ class RedisStore:
         try:
             async with asyncio.timeout(CALL_S):
                 return await self._redis.eval(script, keys, *arguments)
-        except _LOGIN as error:
-            # Redis names the user; its text is not repeated, whatever it may come to contain.
-            raise InvalidArgument(
-                "login", "Redis refuses the login, or this user may not use the keys"
-                f" {self._prefix}* and scripts",
-            ) from error  # fmt: skip
-        except (TimeoutError, exceptions.TimeoutError) as error:
-            raise TransferTimeout(f"Redis did not answer within {CALL_S} s") from error
-        except (OSError, exceptions.RedisError) as error:
-            raise PeerUnreachable(f"Redis: {printable(str(error))}") from error
+        except Exception as error:  # a strange answer makes the client raise anything
+            cause = trouble_of(error)
+            if cause == "login":
+                # Redis names the user; its text is not repeated, whatever it may come to contain.
+                raise InvalidArgument(
+                    "login", "Redis refuses the login, or this user may not use the keys"
+                    f" {self._prefix}* and scripts",
+                ) from error  # fmt: skip
+            if cause == "late":
+                raise TransferTimeout(f"Redis did not answer within {CALL_S} s") from error
+            said = printable(str(error) or type(error).__name__)
+            raise PeerUnreachable(f"Redis: {said}") from error
 
 
 def _read(answer: Any, kind: type[_T]) -> _T:

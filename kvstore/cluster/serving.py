@@ -37,6 +37,7 @@ _KEEPALIVE: Final = {
     socket.TCP_USER_TIMEOUT: 30_000,
 }  # fmt: skip
 """A follower whose machine is gone is noticed within half a minute."""
+_GONE: Final = "it left before it was served"
 
 
 class ServesFollowers(Protocol):
@@ -91,6 +92,9 @@ class EventTunnels:
             writer: data for it; closed at the end.
             hello: its first message; its cluster, name and scheme have been checked.
         """
+        if writer.transport.is_closing():  # uvloop no longer knows its address
+            self.faults.note("connection", f"{hello.node}: {_GONE}")
+            return
         follower = _Follower(hello.node, _address(writer), writer)
         if not self._has_room(follower):
             writer.transport.abort()
@@ -101,7 +105,9 @@ class EventTunnels:
         try:
             await self._splice(reader, writer, replay=hello.replay)
         except OSError as error:
-            self.faults.note("connection", f"{hello.node}: {str(error) or type(error).__name__}")
+            if number in self._followers:  # not replaced by a newer one, which was counted
+                said = str(error) or type(error).__name__
+                self.faults.note("connection", f"{hello.node}: {said}")
         finally:
             self._followers.pop(number, None)
             writer.transport.abort()
@@ -133,6 +139,10 @@ class EventTunnels:
             ours.close()
             theirs.close()
             raise
+        if writer.transport.is_closing():  # meanwhile; uvloop refuses to set its limits
+            requests.transport.abort()
+            theirs.close()
+            raise ConnectionResetError(_GONE)
         self._publication.serve(theirs, replay=replay)
         for one in (writer, requests):
             one.transport.set_write_buffer_limits(_BUFFER_BYTES)

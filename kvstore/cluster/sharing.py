@@ -2,14 +2,14 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from time import monotonic
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 
 from kvstore.cluster.announcer import PageAnnouncer
-from kvstore.cluster.entries import EntryNames, usable_prefixes
+from kvstore.cluster.entries import NAME_BYTES, EntryNames, usable_prefixes
 from kvstore.cluster.messages import AskPages, DirectoryReport, DirectorySettings, HoldingsFound
 from kvstore.cluster.page_store import DirectoryFault, PageStore
 from kvstore.cluster.redis_client import redis_clients
@@ -20,10 +20,17 @@ from kvstore.index.tunnel import SCHEME as PEER
 from kvstore.process.faults import Faults
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 ASKS_MAX: Final = 256
 ASK_S: Final = 1.0
 """Timeout of a query."""
+CALL_OF_ASK_S: Final = 0.5
+"""Time limit of each call for a query; it is shorter, so that a silent server is left."""
+TROUBLE_FAULTS: Final = 3
+"""Consecutive failures after which queries count as failing."""
+_AGAIN_S: Final = 1.0
+"""While queries fail, one more is made this often, so that their success is seen without any."""
 _REPORT_S: Final = 0.25
 
 
@@ -41,7 +48,8 @@ class SharedDirectory:
         tell: Callable[[HoldingsFound | DirectoryReport], None],
     ) -> None:  # fmt: skip
         self._stores = [
-            RedisPages(redis_clients(settings.servers, CALL_S), shown.cluster) for _ in range(2)
+            RedisPages(redis_clients(settings.servers, call_s), shown.cluster, call_s=call_s)
+            for call_s in (CALL_S, CALL_OF_ASK_S)
         ]
         endpoint = PEER + settings.endpoint
         source = Source(
@@ -63,17 +71,21 @@ class SharedDirectory:
                 tasks.create_task(self._announcer.run(), name="announcer")
                 tasks.create_task(self._questions.run(), name="questions")
                 while True:
-                    report = self._announcer.report()
-                    faults = {f"ask_{cause}": n for cause, n in self._questions.faults.items()}
-                    self._tell(
-                        msgspec.structs.replace(
-                            report, asked=self._questions.asked, faults=report.faults | faults
-                        )
-                    )
+                    self._tell(self._report())
                     await asyncio.sleep(_REPORT_S)
         finally:
             for store in self._stores:
                 await store.close()
+
+    def _report(self) -> DirectoryReport:
+        """The state of announcements and queries."""
+        report, questions = self._announcer.report(), self._questions
+        faults = {f"ask_{cause}": n for cause, n in questions.faults.items()}
+        trouble = f"ask_{questions.trouble}" if questions.trouble else ""
+        return msgspec.structs.replace(
+            report, current=report.current and not trouble, asked=questions.asked,
+            faults=report.faults | faults, trouble=report.trouble or trouble,
+        )  # fmt: skip
 
 
 class PageQuestions:
@@ -86,12 +98,15 @@ class PageQuestions:
 
     Attributes:
         asked: queries that were answered.
+        trouble: why the last :data:`TROUBLE_FAULTS` queries failed; empty = they did not.
     """
 
     def __init__(
         self, store: PageStore, cluster: str, tell: Callable[[HoldingsFound], None]
     ) -> None:
         self.asked = 0
+        self.trouble = ""
+        self._failed = 0  # consecutively
         self._store = store
         self._names = EntryNames(cluster)
         self._tell = tell
@@ -116,21 +131,44 @@ class PageQuestions:
         async with asyncio.TaskGroup() as tasks:
             for _ in range(4):
                 tasks.create_task(self._answer_each())
+            tasks.create_task(self._look_again())
 
     async def _answer_each(self) -> None:
         while True:
             since, question = await self._waiting.get()
             answer = HoldingsFound(question.number, [])
-            try:
-                async with asyncio.timeout(since + ASK_S - monotonic()):
-                    answer = await self._answer(question)
-            except DirectoryFault as fault:
-                self._log.note(fault.cause, str(fault))
-            except TimeoutError:
-                self._log.note("late", f"a question was not answered within {ASK_S} s")
-            else:
+            left_s = since + ASK_S - monotonic()
+            if left_s < CALL_OF_ASK_S:
+                self._log.note("overload", f"a question has waited for {ASK_S - left_s:.1f} s")
+            elif (found := await self._unless_failed(self._answer(question), left_s)) is not None:
+                answer = found
                 self.asked += 1
             self._tell(answer)
+
+    async def _look_again(self) -> None:
+        """While queries fail, make one that nobody asks for."""
+        while True:
+            await asyncio.sleep(_AGAIN_S)
+            if self.trouble:
+                await self._unless_failed(self._store.find([bytes(NAME_BYTES)]), ASK_S)
+
+    async def _unless_failed(self, query: Awaitable[_T], left_s: float) -> _T | None:
+        """The answer to a query; None, and it is counted, if that failed."""
+        try:
+            async with asyncio.timeout(left_s):
+                found = await query
+        except DirectoryFault as fault:
+            cause, why = fault.cause, str(fault)
+        except TimeoutError:
+            cause, why = "late", f"a question was not answered within {ASK_S} s"
+        else:
+            self._failed, self.trouble = 0, ""
+            return found
+        self._log.note(cause, why)
+        self._failed += 1
+        if self._failed >= TROUBLE_FAULTS:
+            self.trouble = cause
+        return None
 
     async def _answer(self, question: AskPages) -> HoldingsFound:
         """Look pages up.

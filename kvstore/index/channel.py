@@ -101,7 +101,7 @@ class EventConnection:
         Raises:
             OSError: the connection is broken.
         """
-        self._writer.write(zmtp.encode(frames))
+        self._write(zmtp.encode(frames))
         await self._writer.drain()
 
     async def ping(self) -> None:
@@ -110,7 +110,7 @@ class EventConnection:
         Raises:
             OSError: the connection is broken.
         """
-        self._writer.write(zmtp.PING)
+        self._write(zmtp.PING)
         await self._writer.drain()
 
     async def receive(self) -> list[zmtp.Message]:
@@ -143,9 +143,14 @@ class EventConnection:
         """Send pending protocol commands; close the connection if the peer does not read them."""
         said = self._peer.outgoing()
         if said:
-            self._writer.write(said)
+            self._write(said)
             if self._writer.transport.get_write_buffer_size() > _BUFFER_BYTES:
                 raise ConnectionResetError("the publisher does not read")
+
+    def _write(self, data: bytes) -> None:
+        if self._writer.transport.is_closing():  # uvloop raises a RuntimeError
+            raise ConnectionResetError("the connection is closed")
+        self._writer.write(data)
 
 
 class EventListener:

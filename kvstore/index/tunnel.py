@@ -46,6 +46,8 @@ async def open_tunnel(
     except (InvalidArgument, ValueError) as error:  # a host name that IDNA cannot encode
         raise OSError(str(error)) from error
     try:
+        if writer.is_closing():  # uvloop's write raises a RuntimeError
+            raise ConnectionResetError("the node has reset the connection")
         hello = wire.FollowEvents(credentials.cluster, credentials.node, credentials.scheme, replay)
         writer.write(wire.encode(hello))
         first = await reader.read(1)

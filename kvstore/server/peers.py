@@ -258,8 +258,8 @@ class PeerService:
     ) -> None:  # fmt: skip
         try:
             await self._serve_events(reader, writer, request)
-        except (KVStoreError, OSError) as error:
-            self.faults.note("events", reason(error))
+        except Exception as error:  # whatever it is: a peer must not end the node
+            self.faults.note("events", f"{type(error).__name__}: {reason(error)}")
         finally:
             writer.transport.abort()
 

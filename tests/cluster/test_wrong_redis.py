@@ -89,7 +89,7 @@ async def test_a_store_of_records_that_answers_otherwise_is_one_that_is_away(cal
 @pytest.mark.parametrize(
     ("call", "answer"),
     [
-        *(("claim", answer) for answer in (NULL, TEXT, ONE)),
+        *(("claim", answer) for answer in (NULL, TEXT, ONE, b":0\r\n", b":-1\r\n")),
         *(("change", answer) for answer in (NULL, TEXT, ONE)),
         *(("renew", answer) for answer in (NUMBER, NULL, TEXT, ONE)),
         *(("find", answer) for answer in (NUMBER, NULL, TEXT, ONE, NUMBERS)),
@@ -106,3 +106,31 @@ async def test_a_directory_that_answers_otherwise_refuses(call, answer):
         finally:
             await store.close()
     assert caught.value.cause == "refused"
+
+
+NO_ANSWERS = {
+    "moved": b"-MOVED x\r\n", "asked": b"-ASK x\r\n", "an empty push": b">0\r\n",
+    "a list as a key": b"%1\r\n*1\r\n:1\r\n:2\r\n", "no protocol": b"HTTP/1.1 400\r\n\r\n",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("answer", NO_ANSWERS.values(), ids=NO_ANSWERS)
+@in_loop
+async def test_what_the_client_cannot_read_is_a_fault_like_any_other(answer):
+    async with answering(answer) as servers:
+        store = RedisStore(servers, "blue")
+        try:
+            with pytest.raises(PeerUnreachable, match="Redis: "):
+                await store.open()
+            with pytest.raises(PeerUnreachable, match="Redis: "):
+                await store.check()
+        finally:
+            await store.close()
+        pages = RedisPages(redis_clients(servers, CALL_S), "blue")
+        try:
+            for call in PAGES.values():
+                with pytest.raises(DirectoryFault) as caught:
+                    await call(pages)
+                assert caught.value.cause in ("refused", "away")
+        finally:
+            await pages.close()

@@ -11,6 +11,7 @@ from redis import Redis
 from bench.store_servers import RedisServer
 from kvstore.cluster import redis_records
 from kvstore.cluster.access import StoreServers
+from kvstore.cluster.page_store import AnnouncedNumber, ChangedPages
 from kvstore.cluster.records import RECORD_BYTES_MAX, NodeRecord, write_record
 from kvstore.cluster.redis_client import redis_clients
 from kvstore.cluster.redis_pages import CALL_S, RedisPages
@@ -111,3 +112,42 @@ async def test_an_entry_that_is_long_or_no_text_is_that_of_nobody(tmp_path: Path
 
     assert found.runs == [[(2, ""), (1, str(number))]]
     assert [one.node for one in found.holders.values()] == ["a"]
+
+
+DAMAGED = {
+    "no hash": lambda direct, key: direct.set(key, "x"),
+    "no time": lambda direct, key: direct.hset(key, "until", "x"),
+    "no fields": lambda direct, key: (direct.delete(key), direct.hset(key, "until", "9e15")),
+    "no boot id": lambda direct, key: direct.hset(key, "boot", "zz"),
+    "no text": lambda direct, key: direct.hset(key, "node", b"\xff"),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGED)
+@in_loop
+async def test_a_damaged_number_is_that_of_nobody_and_costs_no_other(
+    tmp_path: Path, how: str
+) -> None:
+    server, direct, servers = opened(tmp_path)
+    one, two = bytes([1]) * 13, bytes([2]) * 13
+    store = RedisPages(redis_clients(servers, CALL_S), "blue")
+    with server, direct:
+        try:
+            first = await store.claim("a", b"a" * 16, "ta")
+            assert await store.change(first, "ta", 1, [ChangedPages(True, "", one)])
+            direct.zadd(f"{PREFIX}numbers", {"nonsense": 1, "-3": 1})
+            DAMAGED[how](direct, f"{PREFIX}holder:{first}")
+
+            second = await store.claim("b", b"b" * 16, "tb")
+            assert await store.change(second, "tb", 1, [ChangedPages(True, "", one + two)])
+            found = await store.find([one + two])
+            assert [holder.node for holder in found.holders.values()] == ["b"]
+            if how == "no hash":
+                assert second != first, "entries may have it"
+            assert await store.renew({second: AnnouncedNumber("tb", 1)}) == []
+            if how in ("no hash", "no time", "no fields"):
+                assert await store.renew({first: AnnouncedNumber("ta", 1)}) == [first]
+                assert not await store.change(first, "ta", 2, [])
+            await store.withdraw(first, "ta")
+        finally:
+            await store.close()

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from kvstore.events import zmtp
 from kvstore.events.publisher import EventPublisher, FollowerAccess
 from kvstore.index import followers
-from kvstore.index.channel import MESSAGE_BYTES_MAX
+from kvstore.index.channel import MESSAGE_BYTES_MAX, EventConnection
 from kvstore.index.payload import EVENTS_MAX
 from tests.index.publishers import KEYS, SPACE, following, node, stored, with_fake
 from tests.loops import eventually, in_loop
@@ -175,6 +177,27 @@ async def test_a_node_over_tcp_is_followed_with_its_token_only(token: str | None
                 await eventually(lambda: it.faults[cause] >= 2)
                 assert not it.node.connected
                 assert it.prefix() == 0
+
+
+SAYING: dict[str, Callable[[EventConnection], Coroutine[Any, Any, object]]] = {
+    "send": lambda channel: channel.send([b"\x01"]),
+    "ping": lambda channel: channel.ping(),
+    "receive a PING": lambda channel: channel.receive(),
+}
+
+
+@pytest.mark.parametrize("then", SAYING)
+@in_loop
+async def test_what_is_said_on_a_connection_that_was_reset_meanwhile_is_an_error_of_it(
+    then: str,
+) -> None:
+    with EventPublisher("tcp://127.0.0.1:*", None, topic=b"kvstore@n@aa") as publisher:
+        channel = await EventConnection.open(publisher.bound_endpoint, zmtp.SUB, "", 5.0)
+    channel._reader.feed_data(zmtp.PING)
+    channel._writer.transport.abort()  # as a reset does
+    await channel._writer.wait_closed()
+    with pytest.raises(ConnectionResetError):
+        await SAYING[then](channel)
 
 
 @in_loop

@@ -1,0 +1,30 @@
+"""Where the product may catch every exception, and why."""
+
+CATCH_ALL: dict[str, str] = {
+    "conductor/front/admin.py:errors_as_json.answer": "a request's failure ends that request alone",
+    "conductor/front/guarding.py:Guard.keep": "one engine, node or job must not end the service",
+    "conductor/front/guarding.py:Guard.turn": "nor a request that has nothing to do with it",
+    "conductor/front/local_tokenizers.py:_translated": "templates and the library raise anything",
+    "kvstore/client/jobs.py:Job.run": "a job's failure must not end the worker of engines",
+    "kvstore/cluster/child.py:_kept": "one store must not end the process, nor the other store",
+    "kvstore/cluster/etcd.py:EtcdStore._bounded": "a closed channel raises anything",
+    "kvstore/cluster/etcd.py:EtcdStore.watch": "a closed channel raises anything",
+    "kvstore/cluster/redis_pages.py:RedisPages._call": "a strange answer raises anything",
+    "kvstore/cluster/redis_records.py:RedisStore._eval": "a strange answer raises anything",
+    "kvstore/handoff/decode.py:DecodeManager._serve": "who is not given up is never tried again",
+    "kvstore/handoff/device_copies.py:DeviceCopies._give_up_late": "a copy must end",
+    "kvstore/handoff/device_copies.py:DeviceCopies._run_feed": "a copy must begin",
+    "kvstore/handoff/device_copies.py:DeviceCopies._look": "a copy must end",
+    "kvstore/handoff/device_copies.py:DeviceCopies.begin": "a copy must end",
+    "kvstore/handoff/device_copies.py:_Flying.look": "a copy must end",
+    "kvstore/handoff/device_reads.py:DeviceReads._begin": "a copy must end",
+    "kvstore/server/peers.py:PeerService._tunnel": "a follower must not end the node",
+    "kvstore/tier/push_memory.py:_PushWay.copy": "the device may have a part",
+    "kvstore/handoff/links.py:Ticker._run": "deadlines and leases must be kept after a fault, too",
+    "kvstore/handoff/listening.py:LinkListener._accept": "a port must let the next ones in",
+    "kvstore/handoff/mooncake.py:MooncakeWriter._events": "all writes must have ends",
+    "kvstore/handoff/mooncake.py:MooncakeLanding._run": "engines must be ended after a fault, too",
+    "kvstore/handoff/mooncake.py:MooncakeWriter._run": "all writes need an end after a fault, too",
+    "kvstore/transport/mooncake.py:MooncakeTransport._run": "transfers must be settled then, too",
+}
+"""``path:function``: why this loop must survive whatever happens in it; it logs and counts."""
