@@ -215,13 +215,12 @@ class SecondsChooser:
         """Whether an engine gets a prompt now: it is free, or the prompt joins its next step.
 
         It joins if it saves those who wait for an engine much more than it costs those of the step.
-        Short prompts save half of their time or more, long ones next to nothing; and nothing saves
-        who is thought to be computed behind an earlier request that does not fit.
+        Short prompts save half of their time or more, long ones next to nothing.
         """
         if takes in (0.0, inf) or priced.new_tokens(at) > takes:
             return takes == inf
-        before = float(self._prices.steps.prompts[row])
-        return waits * priced.shared_s(at) >= JOINED * before * float(priced.terms.prefill_s[at])
+        delayed_s = float(self._prices.steps.prompts[row] * priced.terms.prefill_s[at])
+        return 0.0 < JOINED * delayed_s <= waits * priced.shared_s(at)
 
     def receiver(self, waiting: Waiting, row: int, seconds: Sequence[int]) -> int:
         """Row of the best of some engines to decode a request whose KV was computed elsewhere."""

@@ -384,10 +384,14 @@ class Prices:
         """An engine gets a prompt in this call, of which it computes so many tokens."""
         self.steps.add(row, seconds, new_tokens, begins=not self.backlog_s[row])
         self.backlog_s[row] += seconds
-        self.think(row, seconds, new_tokens, keys)
+        self._count(row, seconds, new_tokens, keys)
 
     def think(self, row: int, seconds: float, new_tokens: float, keys: Words) -> None:
-        """An engine is thought to get a prompt later."""
+        """An engine is thought to get a prompt later, and nobody else before it."""
+        self.steps.close(row)
+        self._count(row, seconds, new_tokens, keys)
+
+    def _count(self, row: int, seconds: float, new_tokens: float, keys: Words) -> None:
         self._thought_steps.add(row, seconds, new_tokens, begins=not self._thought_s[row])
         self._thought_s[row] += seconds
         if len(keys):
