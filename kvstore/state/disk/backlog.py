@@ -36,6 +36,21 @@ class Backlog:
         self.pages += node.count
         assert len(self._waiting) <= BACKLOG_MAX, node
 
+    def add_stored(self, node: PrefixNode, keys: Sequence[PrefixKey], shard: int) -> None:
+        """Add pages that were stored as one node, which keeps the last of them.
+
+        What precedes a page is written with it, except in a KV group with a window.
+        """
+        found, left = [node], len(keys) - node.count
+        while left > 0 and node.space.shards[shard].window_pages:
+            above = found[-1].above
+            assert above is not None, node
+            found.append(above)
+            left -= above.count
+        for one in reversed(found):
+            assert one.ready >> shard & 1, one
+            self.add(one, shard)
+
     def is_held(self, graves: Graves) -> bool:
         """Whether the next pages must wait for the tombstone of one of their keys."""
         return graves.holds_any(*self._waiting[0])
@@ -64,17 +79,3 @@ class Backlog:
             self._waiting.appendleft((space, shard, keys[pages * KEY_BYTES :]))
         assert (self.pages > 0) == bool(self._waiting)
         return pages, node, shard
-
-
-def stored_nodes(node: PrefixNode, keys: Sequence[PrefixKey], shard: int) -> list[PrefixNode]:
-    """The nodes to be written of pages that were stored as one node, which keeps the last of them.
-
-    What precedes a page is written with it, except in a KV group with a window.
-    """
-    found, left = [node], len(keys) - node.count
-    while left > 0 and node.space.shards[shard].window_pages:
-        above = found[-1].above
-        assert above is not None, node
-        found.append(above)
-        left -= above.count
-    return found[::-1]

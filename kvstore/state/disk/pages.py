@@ -16,14 +16,13 @@ disk; whoever put it durably is told after the next sync that began later.
 
 import sys
 from collections.abc import Iterable, Sequence
-from itertools import chain
 from typing import Final
 
 from kvstore.protocol.counts import RecordCounts, SsdCounts
 from kvstore.protocol.errors import CapacityError, DurabilityUnavailable, KVStoreError, PageCorrupt
 from kvstore.protocol.page import PrefixKey
 from kvstore.state.choice.admission import Admission
-from kvstore.state.disk.backlog import Backlog, stored_nodes
+from kvstore.state.disk.backlog import Backlog
 from kvstore.state.disk.checks import CheckRun, DiskChecks, names
 from kvstore.state.disk.durability import are_there, is_in_slot, never_on_disk
 from kvstore.state.disk.graves import Graves
@@ -150,14 +149,10 @@ class DiskPages:
         self, nodes: Iterable[PrefixNode], keys_of: Iterable[list[PrefixKey]], shard: int
     ) -> None:
         """Pages became READY in memory: these keys of each node, which may be split by now."""
-        through = self.rules.write is WritePolicy.THROUGH
-        pairs = zip(nodes, keys_of, strict=True)
-        parts = [stored_nodes(*one, shard) for one in pairs if through or one[0].disk_pins]
-        wanted = list(chain.from_iterable(parts))
-        for node in wanted:
-            assert node.ready >> shard & 1, node
-            self._backlog.add(node, shard)
-        if wanted:
+        for node, keys in zip(nodes, keys_of, strict=True):
+            if self.rules.write is WritePolicy.THROUGH or node.disk_pins:
+                self._backlog.add_stored(node, keys, shard)
+        if self._backlog:
             self._pump()
 
     def used(self, nodes: Sequence[PrefixNode], shard: int) -> None:

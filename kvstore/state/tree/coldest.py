@@ -45,7 +45,9 @@ class ColdestExtents:
         known = self._known.get(asked)
         if known is None or known.staying != staying or not self._is_still(extents, known):
             known = self._known[asked] = self._scan(extents, asked, staying)
-        return known.position if known.used_at < tick else None
+        found = known.position if known.used_at < tick else None
+        assert found is None or extents[found].class_of != asked
+        return found
 
     def _is_still(self, extents: Sequence["Extent"], known: Coldest) -> bool:
         """Whether a scan would find the same: meanwhile the others can only have been used."""
@@ -78,6 +80,7 @@ def empty_of_others(extents: Sequence["Extent"], empty: Iterable[int], asked: Cl
     found: list[tuple[bool, int]] = []
     for position in empty:
         extent = extents[position]
+        assert is_empty(extent)
         if (extent.draining or extent.class_of != asked) and not extent.retiring:
             # Memory of the same domain may be cut anew; another domain must get new memory.
             found.append((extent.domain != asked[0], position))
