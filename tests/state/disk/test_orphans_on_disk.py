@@ -23,13 +23,12 @@ def test_a_page_dropped_from_a_chain_on_disk_costs_no_walk_to_its_start(
     for node in list(world.mine.nodes.values())[::-1]:
         assert world.table.residents.release_memory(node)
     looks = 0
-    in_memory = PrefixNode.in_memory.fget
-    assert in_memory is not None
+    in_memory = vars(PrefixNode)["in_memory"]
 
     def counted(node: PrefixNode) -> bool:
         nonlocal looks
         looks += 1
-        return in_memory(node)
+        return bool(in_memory.__get__(node))
 
     monkeypatch.setattr(PrefixNode, "in_memory", property(counted))
     world.table.residents.drop(world.node("a"), 0, "corrupt")
