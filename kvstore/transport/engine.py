@@ -10,7 +10,7 @@ from kvstore.transport.regions import Regions
 START_S: Final = 20.0
 """From the start of a process to its first message."""
 RESTART_S: Final = 0.5
-"""Between two attempts to start a process that could not be started."""
+"""Between two attempts to start a process that could not be started, or ended before it was up."""
 _log: Final = logging.getLogger(__name__)
 
 

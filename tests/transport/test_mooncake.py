@@ -15,6 +15,7 @@ import pytest
 from kvstore.protocol.errors import ConfigError, TransferTimeout
 from kvstore.testing.mooncake import CHECKS, MooncakePair
 from kvstore.testing.transport import TransportContract
+from kvstore.transport import mooncake
 from kvstore.transport.mooncake import MooncakeTransport
 from tests.cluster_processes import mooncake_program
 from tests.cluster_processes.mooncake_program import Scene
@@ -67,6 +68,27 @@ def test_a_machine_without_mooncake_is_told_what_to_install(monkeypatch, tmp_pat
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(ConfigError, match=r"libibverbs\.so\.1.*kvstore-server\[mooncake\]"):
         MooncakeTransport("127.0.0.1", 1 << 20)
+
+
+PAUSE_S = 2.5
+"""Longer than a process takes from its start until it is up."""
+
+
+def test_a_process_that_ends_before_it_is_up_is_started_again_after_a_pause(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wait_until: WaitUntil
+) -> None:
+    monkeypatch.setattr(mooncake, "RESTART_S", PAUSE_S)
+    transport = MooncakeTransport("127.0.0.1", 1 << 20, protocol="tcp", serves=False)
+    starts = tmp_path / "starts"
+    monkeypatch.setenv("FAKE_MOONCAKE_DIES", str(starts))
+    process = transport._reader.process
+    assert process is not None
+    os.kill(process._process.pid, signal.SIGKILL)
+    wait_until(lambda: starts.exists() and len(starts.read_text().split()) >= 2, WAIT_S)
+    transport.close()
+
+    first, second = map(float, starts.read_text().split()[:2])
+    assert second - first >= PAUSE_S
 
 
 EXTENTS = 2_000

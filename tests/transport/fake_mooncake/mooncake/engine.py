@@ -2,7 +2,8 @@
 
 It reads whatever address is asked for in registered memory. A first contact with a peer that says
 nothing blocks. ``FAKE_MOONCAKE_DEVICES``: names of devices that it finds.
-``FAKE_MOONCAKE_REGISTER_S``: how long each registration takes.
+``FAKE_MOONCAKE_REGISTER_S``: how long each registration takes. ``FAKE_MOONCAKE_DIES``: it ends at
+once, and writes when into this file.
 """
 
 import ctypes
@@ -11,7 +12,9 @@ import os
 import socket
 import struct
 import threading
+import time
 from itertools import count
+from pathlib import Path
 
 _REQUEST = struct.Struct("<QQ")
 _WRITE = 1 << 63
@@ -27,6 +30,10 @@ class TransferEngine:
 
     def initialize(self, host, metadata, protocol, devices):
         assert metadata == "P2PHANDSHAKE"
+        if starts := os.environ.get("FAKE_MOONCAKE_DIES"):
+            with Path(starts).open("a") as file:
+                file.write(f"{time.monotonic()}\n")
+            os._exit(1)
         self._listener = socket.create_server((host, 0))
         threading.Thread(target=self._serve, daemon=True).start()
         return 0
