@@ -48,13 +48,15 @@ def shared_s(line: PrefillLine, before: float, new_tokens: float) -> float:
 class LastSteps:
     """The last step of each engine that has not begun: the next prompt may be computed with it.
 
+    Args:
+        steps: at the beginning; copied.
+
     Attributes:
         seconds, tokens, prompts: of each; see :class:`~conductor.routing.columns.StepColumns`.
         may_be_open: False if no prompt fits into any of them.
     """
 
     def __init__(self, steps: StepColumns) -> None:
-        """Begin with copies of these."""
         self.seconds, self.tokens, self.prompts = (column.copy() for column in steps)
         self.may_be_open = bool(((steps.tokens > 0) & (steps.tokens < STEP_TOKENS)).any())
 

@@ -64,6 +64,7 @@ def test_a_package_that_is_missing_is_named_with_its_extra(
 ) -> None:
     module = {"etcd": "kvstore.cluster.etcd", "redis": "kvstore.cluster.redis_records"}[kind]
     monkeypatch.delitem(sys.modules, module, raising=False)
-    monkeypatch.setitem(sys.modules, {"etcd": "aetcd", "redis": "redis"}[kind], None)
+    for package in {"etcd": ["aetcd"], "redis": ["redis", "redis.asyncio"]}[kind]:
+        monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError, match=rf"kvstore-server\[{kind}\]"):
         open_store(kind, StoreServers(("h:1",)), "blue")  # type: ignore[arg-type]

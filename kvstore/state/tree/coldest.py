@@ -46,7 +46,7 @@ class ColdestExtents:
         if known is None or known.staying != staying or not self._is_still(extents, known):
             known = self._known[asked] = self._scan(extents, asked, staying)
         found = known.position if known.used_at < tick else None
-        assert found is None or extents[found].class_of != asked
+        assert found is None or (extents[found].domain, extents[found].slot_bytes) != asked
         return found
 
     def _is_still(self, extents: Sequence["Extent"], known: Coldest) -> bool:
