@@ -26,6 +26,7 @@ class MooncakeEngine:
             is given transfers.
         start_ns: when another process may be started, or the present one must be ready.
         ending: the present process is being killed.
+        pause_ns: until another one is started after the last one; 0 = that was up.
     """
 
     def __init__(self, start: StartEngine) -> None:
@@ -37,6 +38,7 @@ class MooncakeEngine:
         self.registering: set[int] = set()
         self.start_ns = 0
         self.ending = False
+        self.pause_ns = 0
 
     def begin(self, now_ns: int) -> None:
         """Start a process."""
@@ -70,6 +72,7 @@ class MooncakeEngine:
         """Kill the process; returns whether it has ended for certain."""
         if self.process is not None and not self.process.close(until_s):
             return False
+        self.pause_ns = 0 if self.endpoint else int(RESTART_S * 1e9)
         self.process, self.endpoint, self.ending = None, "", False
         self.memory, self.huge, self.registering = Regions(), {}, set()
         return True

@@ -33,7 +33,7 @@ from kvstore.transport.base import (
     TransferEnd,
     TransportEvent,
 )
-from kvstore.transport.engine import RESTART_S, START_S, MooncakeEngine
+from kvstore.transport.engine import START_S, MooncakeEngine
 from kvstore.transport.engine_messages import (
     Contacted,
     Contacting,
@@ -330,7 +330,6 @@ class MooncakeTransport:
         if engine.process is not None and not engine.endpoint and now_ns > engine.start_ns:
             engine.ending = True  # it is never ready
         if engine.ending:
-            was_up = bool(engine.endpoint)
             with self._lock:
                 if not engine.end(time.monotonic()):  # the node waits for the lock
                     return
@@ -340,8 +339,7 @@ class MooncakeTransport:
                 else:
                     self._tell([TicketEnded(ticket) for ticket in self._tickets.revoked])
                     self._tickets.revoked.clear()
-            # One that has never been up is not tried again without a pause.
-            engine.start_ns = now_ns if was_up else now_ns + int(RESTART_S * 1e9)
+            engine.start_ns = now_ns + engine.pause_ns
         if engine.process is None and now_ns >= engine.start_ns:
             engine.begin(now_ns)
 

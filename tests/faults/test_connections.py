@@ -4,12 +4,12 @@ import contextlib
 import json
 import select
 import socket
-from pathlib import Path
 
 from kvstore.protocol import wire
 from kvstore.server.handshakes import SILENT_MAX
 from tests.conftest import WaitUntil
 from tests.faults.conftest import Daemon, Scene
+from tests.open_files import open_files
 
 ANSWER_WAIT_S = 5.0
 HELLO = wire.Hello(1, wire.PROTOCOL_MAJOR, wire.PROTOCOL_MINOR, "by hand")
@@ -41,8 +41,7 @@ def connections(connection: socket.socket) -> int:
 
 def watched(daemon: Daemon) -> int:
     """How many processes the daemon asked the kernel to tell the end of."""
-    links = (str(entry.readlink()) for entry in Path(f"/proc/{daemon.pid}/fd").iterdir())
-    return sum(link == "anon_inode:[pidfd]" for link in links)
+    return sum(link == "anon_inode:[pidfd]" for _, link in open_files(daemon.pid))
 
 
 def test_a_process_that_swaps_its_connections_stays_watched(scene: Scene, wait_until: WaitUntil):

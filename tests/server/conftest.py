@@ -4,7 +4,6 @@ import json
 import os
 from collections.abc import Iterator
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from kvstore.server import client
 from tests.client.conftest import FLAT, READY, Daemon, arguments, content, identity
 from tests.client.conftest import new_keys as keys_of
 from tests.conftest import Process, WaitUntil, wait_for
+from tests.open_files import open_files
 
 PAGE_BYTES = FLAT.page_bytes(identity())
 TIMEOUT_S = 10.0
@@ -107,10 +107,10 @@ def stored(daemon: Daemon) -> Iterator[Stored]:
 
 def flip_a_byte(daemon: Daemon, wanted: bytes) -> None:
     """Change one byte of the page that holds ``wanted`` in the daemon's memory."""
-    for link in Path(f"/proc/{daemon.process.pid}/fd").iterdir():
-        if "/memfd:kvstore:" not in str(link.readlink()):
+    for entry, link in open_files(daemon.process.pid):
+        if "/memfd:kvstore:" not in link:
             continue
-        with link.open("r+b", buffering=0) as memory:
+        with entry.open("r+b", buffering=0) as memory:
             at = memory.read().find(wanted)
             if at >= 0:
                 memory.seek(at + 7)

@@ -15,7 +15,7 @@ import pytest
 from kvstore.protocol.errors import ConfigError, TransferTimeout
 from kvstore.testing.mooncake import CHECKS, MooncakePair
 from kvstore.testing.transport import TransportContract
-from kvstore.transport import mooncake
+from kvstore.transport import engine
 from kvstore.transport.mooncake import MooncakeTransport
 from tests.cluster_processes import mooncake_program
 from tests.cluster_processes.mooncake_program import Scene
@@ -77,7 +77,7 @@ PAUSE_S = 2.5
 def test_a_process_that_ends_before_it_is_up_is_started_again_after_a_pause(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wait_until: WaitUntil
 ) -> None:
-    monkeypatch.setattr(mooncake, "RESTART_S", PAUSE_S)
+    monkeypatch.setattr(engine, "RESTART_S", PAUSE_S)
     transport = MooncakeTransport("127.0.0.1", 1 << 20, protocol="tcp", serves=False)
     starts = tmp_path / "starts"
     monkeypatch.setenv("FAKE_MOONCAKE_DIES", str(starts))

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import Process, Spawn
+from tests.open_files import open_files
 from tests.vllm.engines import ROOT, Engine, Imported, transfer_config
 
 READY = r"kvstore-server ready: socket (\S+) http (\S+) events (\S+) replay (\S+)"
@@ -155,8 +156,8 @@ def node(spawn: Spawn, tmp_path: Path) -> Node:
 def flip_stored_bytes(node: Node) -> int:
     """Flip the sign of one number in every 64 bytes of the node's pages; how many were flipped."""
     flipped = 0
-    for entry in Path(f"/proc/{node.process.pid}/fd").iterdir():
-        if not str(entry.readlink()).startswith("/memfd:"):
+    for entry, link in open_files(node.process.pid):
+        if not link.startswith("/memfd:"):
             continue
         with entry.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
             array = np.frombuffer(memory, dtype=np.uint8)
