@@ -7,7 +7,7 @@ ARGS ?=
 # Tests and demo start many Python processes: none should compile again what it imports.
 export PYTHONDONTWRITEBYTECODE :=
 
-SOAKS := soak-cluster soak-crash soak-events soak-handoff soak-http soak-link soak-log soak-mover soak-simulation soak-socket
+SOAKS := soak-cluster soak-crash soak-events soak-handoff soak-http soak-link soak-log soak-models soak-mover soak-simulation soak-socket
 
 .PHONY: demo demo-cluster demo-vllm test test-cluster test-compiled test-vllm lint soak $(SOAKS) mutants wheel clean
 

@@ -19,6 +19,7 @@ SOAKS: Final[Mapping[str, str]] = {
     "http": "operations in any order, and whatever is sent to a node over HTTP",
     "link": "who runs next in a client that is cut off, closed and cut off again",
     "log": "whatever may lie in the directories of the SSD log",
+    "models": "two models on one full node for half an hour: nothing grows",
     "mover": "random jobs on the native mover under sanitizers",
     "simulation": "histories of one node, and of a cluster, with faults and failing disks",
     "socket": "whatever is sent to a node's socket, and to its state",

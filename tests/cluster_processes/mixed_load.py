@@ -9,16 +9,31 @@ from pathlib import Path
 from time import monotonic
 from typing import Final, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from kvstore.client.store import KVStore
 from kvstore.protocol.errors import KVStoreError
+from kvstore.protocol.page import ShardSpec, SpaceIdentity
 from tests.faults import content
 
-CHAINS: Final = 32
-PAGES_MAX: Final = 6
 PAUSE_WAIT_S: Final = 60.0
 GROWTH_BYTES_MAX: Final = 8 << 20
 GROWTH_FILES_MAX: Final = 4
 GROWTH_THREADS_MAX: Final = 3
+
+
+class Model(NamedTuple):
+    """Whose pages a client moves: so many chains, of each at most so many pages."""
+
+    identity: SpaceIdentity
+    shard: ShardSpec
+    page_bytes: int
+    chains: int
+    pages_max: int
+
+
+FAULTS: Final = Model(content.IDENTITY, content.SHARD, content.PAGE_BYTES, chains=32, pages_max=6)
 
 
 class Held(NamedTuple):
@@ -69,15 +84,16 @@ class MixedLoad:
         slowest_s: the longest call.
     """
 
-    def __init__(self, address: str, seed: int) -> None:
+    def __init__(self, address: str, seed: int, model: Model = FAULTS) -> None:
         """Connect; :meth:`go_on` begins."""
         self.fault: BaseException | None = None
         self.counts: Counter[str] = Counter()
         self.slowest_s = 0.0
         self._store = KVStore.connect(address, name=f"load-{seed}", timeout_s=5.0)
-        self._space = content.open_space(self._store)
+        self._space = self._store.space(model.identity, [model.shard])
+        self._model = model
         self._chance = random.Random(seed)
-        self._out = [bytearray(content.PAGE_BYTES) for _ in range(PAGES_MAX)]
+        self._out = [bytearray(model.page_bytes) for _ in range(model.pages_max)]
         self._going, self._idle, self._ended = (threading.Event() for _ in range(3))
         self._thread = threading.Thread(target=self._run, name=f"load-{seed}")
         self._thread.start()
@@ -112,7 +128,8 @@ class MixedLoad:
             self._idle.set()
 
     def _step(self) -> None:
-        chain, pages = self._chance.randrange(CHAINS), self._chance.randint(1, PAGES_MAX)
+        chain = self._chance.randrange(self._model.chains)
+        pages = self._chance.randint(1, self._model.pages_max)
         act = self._chance.choice((self._put, self._get, self._get, self._look_up, self._prefetch))
         began = monotonic()
         try:
@@ -123,17 +140,20 @@ class MixedLoad:
         self.slowest_s = max(self.slowest_s, monotonic() - began)
 
     def _put(self, chain: int, pages: int) -> None:
-        self._space.put(content.keys(chain, pages), content.pages(chain, pages))
+        self._space.put(content.keys(chain, pages), [self._page(chain, at) for at in range(pages)])
 
     def _get(self, chain: int, pages: int) -> None:
         out = self._out[:pages]
         found = self._space.get(content.keys(chain, pages), out)
         self.counts["pages_read"] += found
         for at in range(found):
-            assert out[at] == content.page(chain, at).tobytes(), f"page {at} of chain {chain}"
+            assert out[at] == self._page(chain, at).tobytes(), f"page {at} of chain {chain}"
 
     def _look_up(self, chain: int, pages: int) -> None:
         self._space.lookup(content.keys(chain, pages), wait_s=0.1)
 
     def _prefetch(self, chain: int, pages: int) -> None:
         self._space.prefetch(content.keys(chain, pages)).result(PAUSE_WAIT_S)
+
+    def _page(self, chain: int, at: int) -> npt.NDArray[np.uint8]:
+        return content.page(chain, at, self._model.page_bytes)

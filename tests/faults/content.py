@@ -11,7 +11,6 @@ from kvstore.protocol.page import CanonicalLayout, PrefixKeys, ShardSpec, SpaceI
 
 PAGE_TOKENS = 64
 PAGE_BYTES = 1 << 20
-_WORDS = PAGE_BYTES // 8
 
 IDENTITY = SpaceIdentity(model="faults", kv_dtype="float32", page_tokens=PAGE_TOKENS)
 SHARD = ShardSpec(layout=CanonicalLayout(head_dim=128), layers=(0, 4), heads=(0, 4))
@@ -28,9 +27,9 @@ def keys(chain: int, count: int) -> PrefixKeys:
     return page_keys(tokens, PAGE_TOKENS)
 
 
-def page(chain: int, index: int) -> npt.NDArray[np.uint8]:
+def page(chain: int, index: int, page_bytes: int = PAGE_BYTES) -> npt.NDArray[np.uint8]:
     start = np.uint64((chain << 40) + (index << 20) + 1)
-    words = (np.arange(_WORDS, dtype=np.uint64) + start) * np.uint64(0x9E3779B97F4A7C15)
+    words = (np.arange(page_bytes // 8, dtype=np.uint64) + start) * np.uint64(0x9E3779B97F4A7C15)
     return words.view(np.uint8)
 
 
