@@ -294,7 +294,6 @@ class Writes:
             alike = write.alike(at, node.count)
             if alike < node.count:
                 node = node.split(alike)
-            node.write_ended(shard)
             self._memory.story.tell("DiskWrite ended", node, shard, node.count)
             if at not in write.errors and self._is_reachable(node, shard):
                 self._syncs.wrote()
@@ -308,6 +307,7 @@ class Writes:
                 )
                 self._memory.story.tell("TierStored ssd", node, shard, node.count)
             else:
+                node.write_ended(shard)
                 self._abandon(write, at, node.count)
                 if node.above is not None:
                     self._limits.add_candidate(node.above)

@@ -429,7 +429,7 @@ class PrefixNode:
         assert len(places) == self.count * PLACE_COLUMN
         self.space.changes += 1
         self.place_columns = {**self.place_columns, shard: places}
-        self._set_disk(self.on_disk | 1 << shard, self.to_disk)
+        self._set_disk(self.on_disk | 1 << shard, self.to_disk & ~(1 << shard))
 
     def write_begun(self, shard: int) -> None:
         """The READY pages of ``shard`` are being written to disk."""
@@ -437,7 +437,7 @@ class PrefixNode:
         self._set_disk(self.on_disk, self.to_disk | 1 << shard)
 
     def write_ended(self, shard: int) -> None:
-        """They were written, after which they are demoted, or they were not."""
+        """They could not be written; those that were are demoted."""
         assert self.to_disk >> shard & 1
         self._set_disk(self.on_disk, self.to_disk & ~(1 << shard))
 
@@ -537,10 +537,10 @@ class PrefixNode:
         return (self.on_disk | self.to_disk) > 0
 
     def _set_disk(self, on_disk: int, to_disk: int) -> None:
-        before = self.nears_disk
+        change = ((on_disk | to_disk) > 0) - ((self.on_disk | self.to_disk) > 0)
         self.on_disk, self.to_disk = on_disk, to_disk
-        if self.above is not None:
-            self.above.children_on_disk += self.nears_disk - before
+        if change and self.above is not None:
+            self.above.children_on_disk += change
             assert self.above.children_on_disk >= 0
 
     def _leave(self, shard: int) -> None:
