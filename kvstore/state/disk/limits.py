@@ -9,58 +9,54 @@ A reclaim carries over pinned pages, and pages that the space needs to stay at i
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection
-from itertools import count
+from collections.abc import Collection
 from typing import Final
 
 from kvstore.state.choice.quotas import SHRINK_MAX, Quotas
 from kvstore.state.disk.jobs import LeftDisk, PageMemory
+from kvstore.state.disk.leaves import ChosenLeaves, Leaves
 from kvstore.state.disk.log import Segment, SegmentLog
 from kvstore.state.disk.plans import parts_of
 from kvstore.state.disk.queue import DiskQueue
 from kvstore.state.disk.underway import WritesUnderWay
 from kvstore.state.tree.columns import last_slot
 from kvstore.state.tree.node import PrefixNode, is_live
-from kvstore.state.tree.nodeheap import Entry, NodeHeap
-from kvstore.state.tree.prefix_tree import CHILDREN_MAX, PrefixTree
+from kvstore.state.tree.prefix_tree import PrefixTree
 
 WALK_MAX: Final = 1024
 """Maximum descendants that are counted to decide whether a page may be removed; one with more is
 kept."""
+_NOBODY: Final = ChosenLeaves()
 
 
-class _Leaves:
-    """The leaves of one space, in LRU order."""
+class _Plan:
+    """Leaves that are to leave the disk, in order: the last ``pages`` pages of each node.
+
+    Attributes:
+        victims: (node, pages); of the last node it may be a part.
+        freed_bytes: what they have on disk.
+        cut_short: there may be more leaves, but not in this turn.
+    """
 
     def __init__(self) -> None:
-        #: (access, serial, number, node); may be out of date, which is found when it comes out. A
-        #: head that was split off has the serial number that its tail had.
-        self._heap = NodeHeap(self._stays)
-        self._number = count(1)
-        self.queued: set[PrefixNode] = set()
-        self.all_offered = False
+        self.victims: list[tuple[PrefixNode, int]] = []
+        self.freed_bytes = 0
+        self.cut_short = False
 
-    def add(self, node: PrefixNode) -> None:
-        if node not in self.queued:
-            self.queued.add(node)
-            self._heap.push((node.access, node.serial, next(self._number), node))
+    def add(self, node: PrefixNode, pages: int) -> None:
+        """Add the last pages of a leaf."""
+        assert 0 < pages <= node.count, node
+        self.victims.append((node, pages))
+        self.freed_bytes += pages * _bytes_of(node)
 
-    def pop(self, may_go: Callable[[PrefixNode], bool]) -> PrefixNode | None:
-        node: PrefixNode
-        while self._heap:
-            access, _, _, node = self._heap.pop()
-            self.queued.remove(node)
-            if may_go(node):
-                if node.access == access:
-                    return node
-                self.add(node)
-        return None
-
-    def _stays(self, entry: Entry) -> bool:
-        if not is_live(entry[-1]):
-            self.queued.remove(entry[-1])
-            return False
-        return True
+    def leading(self, needed_bytes: int) -> "_Plan":
+        """As many of them as free ``needed_bytes``; all of them if they do not suffice."""
+        some = _Plan()
+        for node, pages in self.victims:
+            if (left := needed_bytes - some.freed_bytes) <= 0:
+                break
+            some.add(node, min(pages, -(-left // _bytes_of(node))))
+        return some
 
 
 class DiskLimits:
@@ -82,11 +78,11 @@ class DiskLimits:
         self._memory = memory
         self._log = log
         #: Space number → leaves, for spaces with a quota.
-        self._leaves: dict[int, _Leaves] = {}
+        self._leaves: dict[int, Leaves] = {}
         self._queue = queue
         #: Leaves that were chosen to leave the disk, until the page table has applied that; and
         #: what they take there, by number of their space.
-        self._going: set[PrefixNode] = set()
+        self._going = ChosenLeaves()
         self._going_bytes: Counter[int] = Counter()
 
     def limit(
@@ -101,7 +97,7 @@ class DiskLimits:
         if not quota_bytes:
             self._leaves.pop(space.number, None)
         elif space.number not in self._leaves:
-            self._leaves[space.number] = _Leaves()
+            self._leaves[space.number] = Leaves()
 
     def all_offered(self, space: PrefixTree) -> None:
         """Every node of a space with a new quota has been queued."""
@@ -114,6 +110,10 @@ class DiskLimits:
             self._log.remove(node, shard)
             node.forget_disk(shard)
             assert node.space.disk_bytes >= 0, node
+            if node in self._going:
+                self._going_bytes[node.space.number] -= node.space.shards[shard].record_bytes
+                if not node.on_disk:
+                    self._going.discard(node)
         if node.above is not None:
             self.add_candidate(node.above)  # also when they were only being written
 
@@ -127,12 +127,12 @@ class DiskLimits:
 
     def is_short(self, space: PrefixTree, more_bytes: int) -> bool:
         """Whether the space has a quota that ``more_bytes`` do not fit without removing leaves."""
-        return space.number in self.quotas.limited and self._exceeded(space, more_bytes)
+        return space.number in self.quotas.limited and self._excess(space, more_bytes) > 0
 
     def make_room(self, node: PrefixNode, shard: int) -> bool:
         """Whether a page may be written, after removing leaves of its space if needed."""
         space, size = node.space, node.space.shards[shard].record_bytes
-        if not self._exceeded(space, size):
+        if not self._excess(space, size):
             return True
         if size > self.quotas.get(space).quota_bytes:
             return False
@@ -147,19 +147,28 @@ class DiskLimits:
         more_bytes: int = 0,
         spared: Collection[PrefixNode] = (),
     ) -> bool:
-        """Remove leaves of a space until ``more_bytes`` fit its quota; returns whether they do."""
+        """Remove leaves of a space until ``more_bytes`` fit its quota; returns whether they do.
+
+        The leaves are chosen before one is removed. If all that may go is not enough, only what the
+        space has beyond its quota goes. If ``pages_max`` leaves are not enough but there may be
+        more, those go, and a later call goes on.
+        """
+        needed = self._excess(space, more_bytes)
+        if not needed:
+            return True
         leaves = self._leaves.get(space.number)
-        for _ in range(pages_max if leaves is not None else 0):
-            if not self._exceeded(space, more_bytes):
-                return True
-            assert leaves is not None
-            chosen = leaves.pop(lambda node: node not in spared and self._may_go(node))
-            for node in spared:
-                self.add_candidate(node)
-            if chosen is None:
-                return False
-            self._choose(chosen)
-        return not self._exceeded(space, more_bytes)
+        if leaves is None:
+            return False
+        plan = self._choose(leaves, needed, pages_max, spared)
+        fits = plan.freed_bytes >= needed
+        going = plan if fits or plan.cut_short else plan.leading(self._excess(space, 0))
+        self._carry_out(going)
+        for node, _ in plan.victims:
+            self.add_candidate(node)  # if it stays
+        for node in spared:
+            self.add_candidate(node)
+        assert fits == (not self._excess(space, more_bytes))
+        return fits
 
     def applied(self) -> None:
         """The chosen pages have been removed."""
@@ -174,44 +183,91 @@ class DiskLimits:
         """Bytes that a space has on disk; what is being written may fail."""
         return space.disk_bytes - self.writing_bytes(space)
 
-    def _exceeded(self, space: PrefixTree, more_bytes: int) -> bool:
-        return self.quotas.exceeded(space, more_bytes - self._going_bytes[space.number])
+    def _excess(self, space: PrefixTree, more_bytes: int) -> int:
+        """Bytes that must leave the disk so that ``more_bytes`` fit a space's quota there."""
+        return self.quotas.excess(space, more_bytes - self._going_bytes[space.number])
 
-    def _choose(self, node: PrefixNode) -> None:
-        """Remove the last page of a leaf from disk; its parent may become a leaf."""
-        assert node not in self._going, ("it would be counted twice", node)
-        node.explode()
+    def _choose(
+        self, leaves: Leaves, needed_bytes: int, pages_max: int, spared: Collection[PrefixNode]
+    ) -> _Plan:
+        """The coldest leaves of a space that free ``needed_bytes``, as far as there are any.
+
+        Nothing changes, but that they are taken out of ``leaves``.
+        """
+        plan, chosen, pages_left = _Plan(), ChosenLeaves(), pages_max
+        while (left := needed_bytes - plan.freed_bytes) > 0:
+            node = self._next(leaves, chosen, spared)
+            if node is None:
+                break
+            pages = min(node.count, pages_left, -(-left // _bytes_of(node)))
+            if pages:
+                plan.add(node, pages)
+                pages_left -= pages
+            if pages < node.count:
+                plan.cut_short = plan.freed_bytes < needed_bytes
+                leaves.add(node)
+                break
+            chosen.add(node)
+            if node.above is not None and self._may_go(node.above, chosen):
+                leaves.add(node.above)
+        assert pages_left >= 0
+        return plan
+
+    def _next(
+        self, leaves: Leaves, chosen: ChosenLeaves, spared: Collection[PrefixNode]
+    ) -> PrefixNode | None:
+        """Take out the coldest leaf that may go once those in ``chosen`` have left."""
+        while (first := leaves.pop()) is not None:
+            node, was_used = first
+            if node in spared or not self._may_go(node, chosen):
+                continue
+            if not was_used:
+                return node
+            leaves.add(node)
+        return None
+
+    def _carry_out(self, plan: _Plan) -> None:
+        """Remove the pages of a plan from disk; what is before them may become a leaf."""
+        before: list[PrefixNode] = []
+        for node, pages in plan.victims:
+            if pages < node.count:
+                node.split(node.count - pages)  # the last ones keep the node
+            singles = node.singles()
+            for page in reversed(singles):
+                self._leave(page)
+            if (above := singles[0].above) is not None:
+                before.append(above)
+        for node in before:
+            self.add_candidate(node)
+
+    def _leave(self, node: PrefixNode) -> None:
         space = node.space
+        self._going.add(node)
         for shard in node.place_columns:
             self._memory.counts["disk_quota_pages"] += 1
             self._going_bytes[space.number] += space.shards[shard].record_bytes
             self._queue.effects.append(LeftDisk(space, shard, node.keys, "quota"))
-        self._going.add(node)
         assert self._going_bytes[space.number] <= space.disk_bytes, node
-        if node.above is not None:
-            self.add_candidate(node.above)
 
-    def _may_go(self, node: PrefixNode) -> bool:
+    def _may_go(self, node: PrefixNode, chosen: ChosenLeaves = _NOBODY) -> bool:
+        """Whether a node is a leaf, once those in ``chosen`` have left, and nobody needs it."""
         slots = self._memory.slots
         return (
             node.on_disk > 0
             and node not in self._going
+            and node not in chosen
             and node not in node.space.departing
-            and self._is_leaf(node)
+            and self._is_leaf(node, chosen)
             and is_live(node)
             and node.present == node.ready
             and not node.pins
             and not any(slots.pinned(last_slot(of)) for of in node.slot_columns.values())
         )
 
-    def _is_leaf(self, node: PrefixNode) -> bool:
+    def _is_leaf(self, node: PrefixNode, chosen: ChosenLeaves) -> bool:
         if node.on_disk & ~node.memory:
-            return all(one in self._going and not one.memory for one in node.below.values())
-        return not any(
-            (child.on_disk and child not in self._going)
-            or any(self.writing.of(child, at) for at in child.slot_columns)
-            for child in node.below.values()
-        )
+            return len(node.below) == self._going.bare[node] + chosen.bare[node]
+        return node.children_on_disk == self._going.below[node] + chosen.below[node]
 
     # ---- reservations and pins --------------------------------------------------------------
 
@@ -258,8 +314,13 @@ class DiskLimits:
     def check(self, node: PrefixNode) -> None:
         """Assert that a removable leaf is queued, once all nodes have been queued."""
         leaves = self._leaves.get(node.space.number)
-        if leaves is not None and leaves.all_offered and len(node.below) <= CHILDREN_MAX:
+        if leaves is not None and leaves.all_offered:
             assert not self._may_go(node) or node in leaves.queued, node
+
+
+def _bytes_of(node: PrefixNode) -> int:
+    """Size of the records of one page of a node."""
+    return sum([node.space.shards[shard].record_bytes for shard in node.place_columns])
 
 
 def is_pinned(node: PrefixNode, shard: int) -> bool:

@@ -67,15 +67,14 @@ class Writes:
 
     def holds(self, node: PrefixNode, shard: int) -> bool:
         """Whether the pages of a node are being written."""
-        return self._under_way.of(node, shard) is not None
+        return bool(node.to_disk >> shard & 1)
 
     def is_dirty(self, node: PrefixNode, shard: int) -> bool:
         """Whether the pages are only in memory, and may be written to disk."""
         return (
-            bool(node.memory & node.ready & ~node.on_disk & 1 << shard)
+            bool(node.memory & node.ready & ~(node.on_disk | node.to_disk) & 1 << shard)
             and not node.memory_only >> shard & 1
             and node.space.shards[shard].record_bytes <= self._log.record_bytes_max
-            and self._under_way.of(node, shard) is None
             and not self._graves.holds(node, shard)
         )
 
@@ -238,7 +237,6 @@ class Writes:
         jobs: list[DiskWrite] = []
         places = write.places()
         for node in nodes:
-            assert not node.on_disk >> shard & 1, node
             parent, digests, tokens = node.key_before(0), node.digest_columns[shard], node.tokens
             assert parent is not None, node
             token_bytes = len(tokens) // node.count
@@ -249,6 +247,7 @@ class Writes:
                 number = len(jobs)
                 jobs.append(DiskWrite(self._queue.number(), places[number], page, slots[number]))
                 parent = key
+            node.write_begun(shard)
             self._memory.story.tell("DiskWrite begun", node, shard, node.count)
         self._queue.submit_writes(jobs, RecordOf(space, shard))
         self._await(write, durable)
@@ -308,6 +307,7 @@ class Writes:
                 )
                 self._memory.story.tell("TierStored ssd", node, shard, node.count)
             else:
+                node.write_ended(shard)
                 self._abandon(write, at, node.count)
                 if node.above is not None:
                     self._limits.add_candidate(node.above)

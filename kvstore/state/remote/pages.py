@@ -69,7 +69,7 @@ class RemotePages:
         self.jobs: list[PeerJob] = []
         self.limits = limits
         self.chains = LocatedChains(self.jobs, table.counts)
-        self.spreads = Spreads(self.jobs.append, table.counts)
+        self.spreads = Spreads(self.jobs, table.counts)
         self._table = table
         self._rates = PeerRates()
         self._number = count(1)

@@ -1,7 +1,6 @@
 """Requests for copies on further nodes, until the peer side reports how many have them. Pure."""
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 
@@ -30,16 +29,16 @@ class Spreads:
     """All such requests of one node.
 
     Args:
-        submit: passes a job to the peer side.
+        jobs: for the peer side, in order.
         counts: of the node.
 
     Attributes:
         ended: requests that have ended, to be answered.
     """
 
-    def __init__(self, submit: Callable[[PeerJob], None], counts: Counter[str]) -> None:
+    def __init__(self, jobs: list[PeerJob], counts: Counter[str]) -> None:
         self.ended: list[Spreading] = []
-        self._submit = submit
+        self._jobs = jobs
         self._counts = counts
         self._number = count(1)
         self._running: dict[int, Spreading] = {}
@@ -61,7 +60,7 @@ class Spreads:
         number = next(self._number)
         made = self._running[number] = Spreading()
         self._counts["spreads"] += 1
-        self._submit(Spread(number, identity, shard, keys, first, peers, deadline_ns))
+        self._jobs.append(Spread(number, identity, shard, keys, first, peers, deadline_ns))
         return made
 
     def finish(self, end: SpreadEnd) -> None:

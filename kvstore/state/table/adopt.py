@@ -253,6 +253,7 @@ def _cut_rings(lost: list[PrefixNode]) -> None:
         if at is not None and at in path:
             assert at.above is not None, node
             del at.above.below[at.first]
+            at.above.children_on_disk -= at.nears_disk
             at.hang(at.space.root)
             for below in subtree(at):
                 for shard in list(below.place_columns):

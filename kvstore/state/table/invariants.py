@@ -128,6 +128,8 @@ def _has_slot(node: PrefixNode, slot: Slot) -> bool:
 
 def _check_disk(disk: DiskPages, node: PrefixNode) -> None:
     disk.limits.check(node)
+    writing = [shard for shard in node.slot_columns if disk.limits.writing.of(node, shard)]
+    assert node.to_disk == sum(1 << shard for shard in writing), node
     head, of = node.above, node.space
     assert head is not None, node
     for shard in node.place_columns:

@@ -78,7 +78,7 @@ class PageTable:
         self, session: Session, identity: SpaceIdentity, shards: Sequence[ShardSpec]
     ) -> tuple[PrefixTree, list[int]]:
         """See :class:`~kvstore.state.tree.sessions.Spaces`; idle spaces are closed to make room."""
-        self.counts["closed_spaces"] += self.spaces.close_idle(self.residents.needs_space)
+        self.residents.close_idle_spaces()
         return self.spaces.open(session, identity, shards)
 
     # ---- reading ----------------------------------------------------------------------------

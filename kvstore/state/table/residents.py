@@ -463,6 +463,13 @@ class Residents:
                 looked += self.drop(owner, shard, "retired")
         return looked
 
+    def close_idle_spaces(self) -> None:
+        """If there are nearly too many spaces or shards, close spaces that nothing refers to."""
+        for space in self.spaces.idle():
+            if not self.needs_space(space):
+                self.spaces.close(space)
+                self.counts["closed_spaces"] += 1
+
     def needs_space(self, space: PrefixTree) -> bool:
         """Whether pages, limits or jobs still refer to this empty space."""
         if space.number in self.quotas.limited or space.host_bytes or space.disk_bytes:

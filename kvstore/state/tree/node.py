@@ -80,7 +80,9 @@ class PrefixNode:
         on_disk: bit i set = the pages of shard i have places.
         present: bit i set = the pages of shard i are WRITING or READY, in any tier.
         ready: bit i set = the pages of shard i are READY, in any tier.
+        to_disk: bit i set = the pages of shard i are being written to the SSD log.
         children_in_memory: number of children that have slots, or descendants with slots.
+        children_on_disk: number of children that have places, or are being written to get some.
         cold: its number among the cold keys of the space's index: its pages are on disk only; else
             0.
         depth: pages up to the last one, itself included.
@@ -109,11 +111,12 @@ class PrefixNode:
     """
 
     __slots__ = (
-        "above", "access", "ask_depth", "below", "branches", "children_in_memory", "cold", "count",
-        "deepest", "depth", "digest_columns", "disk_pins", "expires", "hits", "keys", "memory",
-        "memory_only", "memory_pins", "on_disk", "pages_added", "place_columns", "present",
-        "queued", "read_once", "ready", "replica", "serial", "slot_columns", "space", "stored_ns",
-        "tokens", "turns", "use_interval", "used_ns", "uses",
+        "above", "access", "ask_depth", "below", "branches", "children_in_memory",
+        "children_on_disk", "cold", "count", "deepest", "depth", "digest_columns", "disk_pins",
+        "expires", "hits", "keys", "memory", "memory_only", "memory_pins", "on_disk",
+        "pages_added", "place_columns", "present", "queued", "read_once", "ready", "replica",
+        "serial", "slot_columns", "space", "stored_ns", "to_disk", "tokens", "turns",
+        "use_interval", "used_ns", "uses",
     )  # fmt: skip
 
     def __init__(
@@ -123,12 +126,13 @@ class PrefixNode:
         self.space, self.keys, self.count = space, keys, count
         self.above: PrefixNode | None = None
         self.below: dict[PrefixKey, PrefixNode] = _NOTHING
-        self.children_in_memory = self.cold = self.access = self.replica = 0
+        self.children_in_memory = self.children_on_disk = 0
+        self.cold = self.access = self.replica = 0
         self.slot_columns: dict[int, bytes] = no_columns()
         self.place_columns: dict[int, bytes] = no_columns()
         self.digest_columns: dict[int, bytes] = no_columns()
         self.tokens, self.expires = b"", _NEVER
-        self.memory = self.on_disk = self.present = self.ready = 0
+        self.memory = self.on_disk = self.to_disk = self.present = self.ready = 0
         self.depth: int = above.depth + count if above is not None else 0
         self.read_once = self.memory_only = self.memory_pins = self.disk_pins = 0
         self.queued: tuple[int, ...] = ()
@@ -152,6 +156,7 @@ class PrefixNode:
         if above.below is _NOTHING:
             above.below = {}
         above.below[first] = self
+        above.children_on_disk += self.nears_disk
 
     # ---- keys -------------------------------------------------------------------------------
 
@@ -288,6 +293,7 @@ class PrefixNode:
         self.keys, self.count = self.keys[at * KEY_BYTES :], rest
         head.below = {self.first: self}
         head.children_in_memory = int(self.in_memory)
+        head.children_on_disk = int(self.nears_disk)
         self.slot_columns = trailing(self.slot_columns, at * SLOT_COLUMN)
         self.place_columns = trailing(self.place_columns, at * PLACE_COLUMN)
         self.digest_columns = trailing(self.digest_columns, at * DIGEST_BYTES)
@@ -304,7 +310,7 @@ class PrefixNode:
         head.digest_columns = between(self.digest_columns, first * DIGEST_BYTES, at * DIGEST_BYTES)
         size = self.space.token_bytes
         head.tokens = self.tokens[first * size : at * size]
-        head.memory, head.on_disk = self.memory, self.on_disk
+        head.memory, head.on_disk, head.to_disk = self.memory, self.on_disk, self.to_disk
         head.present, head.ready, head.replica = self.present, self.ready, self.replica
         head.expires, head.read_once, head.memory_only = (
             self.expires, self.read_once, self.memory_only,
@@ -423,7 +429,17 @@ class PrefixNode:
         assert len(places) == self.count * PLACE_COLUMN
         self.space.changes += 1
         self.place_columns = {**self.place_columns, shard: places}
-        self.on_disk |= 1 << shard
+        self._set_disk(self.on_disk | 1 << shard, self.to_disk & ~(1 << shard))
+
+    def write_begun(self, shard: int) -> None:
+        """The READY pages of ``shard`` are being written to disk."""
+        assert self.memory & self.ready & ~(self.on_disk | self.to_disk) & 1 << shard
+        self._set_disk(self.on_disk, self.to_disk | 1 << shard)
+
+    def write_ended(self, shard: int) -> None:
+        """They could not be written; those that were are demoted."""
+        assert self.to_disk >> shard & 1
+        self._set_disk(self.on_disk, self.to_disk & ~(1 << shard))
 
     def move_page(self, shard: int, position: int, place: Place) -> None:
         """The record of one of its pages has a new place."""
@@ -453,6 +469,8 @@ class PrefixNode:
         self.space.changes += 1
         self.slot_columns = without(self.slot_columns, shard)
         self.memory &= ~(1 << shard)
+        if self.to_disk:
+            self._set_disk(self.on_disk, self.to_disk & ~(1 << shard))
         self.space.host_bytes -= len(slots) * self.space.shards[shard].slot_bytes
         assert self.space.host_bytes >= 0
         if self.tokens and not self._has_room_for_tokens():
@@ -468,7 +486,7 @@ class PrefixNode:
         """The pages of ``shard`` are no longer on disk."""
         assert self.on_disk >> shard & 1
         self.place_columns = without(self.place_columns, shard)
-        self.on_disk &= ~(1 << shard)
+        self._set_disk(self.on_disk & ~(1 << shard), self.to_disk)
         self.space.changes += 1
         self.space.disk_bytes -= self.count * self.space.shards[shard].record_bytes
         self._leave(shard)
@@ -512,6 +530,18 @@ class PrefixNode:
             if at.in_memory == before:
                 return
             at = at.above
+
+    @property
+    def nears_disk(self) -> bool:
+        """Whether pages of it are on disk, or being written there."""
+        return (self.on_disk | self.to_disk) > 0
+
+    def _set_disk(self, on_disk: int, to_disk: int) -> None:
+        change = ((on_disk | to_disk) > 0) - ((self.on_disk | self.to_disk) > 0)
+        self.on_disk, self.to_disk = on_disk, to_disk
+        if change and self.above is not None:
+            self.above.children_on_disk += change
+            assert self.above.children_on_disk >= 0
 
     def _leave(self, shard: int) -> None:
         bit = 1 << shard

@@ -19,6 +19,8 @@ MOVES_MAX: Final = 8
 """Entries that are examined again with each new one."""
 SPARE: Final = 64
 """A shorter queue is not scanned."""
+_NONE: Final[list[Entry]] = []
+"""Returned by nearly every call; never changed."""
 
 
 def _is_live(entry: Entry) -> bool:
@@ -47,20 +49,24 @@ class NodeHeap:
     def __bool__(self) -> bool:  # mypyc does not ask __len__ when it may be None
         return bool(self._heap or self._former)
 
-    def push(self, entry: Entry) -> None:
-        """Add an entry."""
+    def push(self, entry: Entry) -> list[Entry]:
+        """Add an entry; returns entries that are no longer needed, which it removed."""
         heappush(self._heap, entry)
         if not self._former:
             if len(self._heap) <= 2 * self._kept + SPARE:
-                return
+                return _NONE
             self._former, self._heap = self._heap, []
+        removed: list[Entry] = []
         # The last entry of a heap may go without harm to the others' order.
         for _ in range(min(MOVES_MAX, len(self._former))):
             moved = self._former.pop()
             if self._stays(moved):
                 heappush(self._heap, moved)
+            else:
+                removed.append(moved)
         if not self._former:
             self._kept = len(self._heap)
+        return removed
 
     def first(self) -> Entry:
         """The smallest entry; the heap is not empty."""

@@ -318,6 +318,7 @@ class PrefixTree:
         if found.above is self.root and parent is not self.root and not self._above(found, parent):
             del self.root.below[found.first]
             self.root.children_in_memory -= found.in_memory
+            self.root.children_on_disk -= found.nears_disk
             found.hang(parent)
             self.changes += 1
             if found.in_memory:
@@ -442,8 +443,9 @@ class PrefixTree:
             number of nodes examined.
         """
         changes, count, host_bytes, looked, work = self.changes, 0, 0, 0, 0
-        #: Of nodes with too many children to look at together: those found in memory.
-        counted: Counter[PrefixNode] = Counter()
+        #: Of nodes with too many children to look at together: those found in memory, and on disk.
+        in_memory: Counter[PrefixNode] = Counter()
+        on_disk: Counter[PrefixNode] = Counter()
         _check_children(self.root)
         for number in self.by_creation.numbers(0):
             for node in self.by_creation.nodes(number):
@@ -460,14 +462,16 @@ class PrefixTree:
                     self.shards[shard].slot_bytes for shard in node.slot_columns
                 )
                 if len(parent.below) > CHILDREN_MAX:
-                    counted[parent] += node.in_memory
+                    in_memory[parent] += node.in_memory
+                    on_disk[parent] += node.nears_disk
                 count += node.count
                 looked += node.count
         yield looked
         if self.changes == changes:
             assert count == len(self.index), "a page that is not listed"
             assert self.host_bytes == host_bytes
-            assert all(node.children_in_memory == found for node, found in counted.items())
+            assert all(node.children_in_memory == found for node, found in in_memory.items())
+            assert all(node.children_on_disk == found for node, found in on_disk.items())
 
     def _check_node(self, node: PrefixNode) -> PrefixNode:
         """Assert the invariants of a node of the tree; returns its parent."""
@@ -604,3 +608,5 @@ def _check_children(node: PrefixNode) -> None:
     if len(node.below) <= CHILDREN_MAX:
         in_memory = sum(1 for child in node.below.values() if child.in_memory)
         assert node.children_in_memory == in_memory, node
+        on_disk = sum(1 for child in node.below.values() if child.nears_disk)
+        assert node.children_on_disk == on_disk, node

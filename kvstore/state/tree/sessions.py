@@ -14,7 +14,7 @@ more. "Dead": the kernel says that the process has ended (a pidfd).
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -405,20 +405,18 @@ class Spaces:
         session.spaces.clear()
         session.shards.clear()
 
-    def close_idle(self, needed: Callable[[PrefixTree], bool]) -> int:
-        """If a limit of spaces or shards is near, close idle spaces; returns how many.
-
-        Args:
-            needed: whether an empty space that no session has open must stay.
-        """
+    def idle(self) -> list[PrefixTree]:
+        """If a limit of spaces or shards is near: the empty spaces that no session has open."""
         if len(self._spaces) < SPACES_MAX and self._shards + SHARDS_MAX <= ALL_SHARDS_MAX:
-            return 0
-        idle = [one for one in self if not one.sessions and not one.nodes and not needed(one)]
-        for space in idle:
-            del self._spaces[space.number], self._by_digest[space.identity.digest]
-            self._shards -= len(space.shards)
+            return []
+        return [one for one in self if not one.sessions and not one.nodes]
+
+    def close(self, space: PrefixTree) -> None:
+        """Close an empty space that no session has open, and nothing else refers to."""
+        assert not space.sessions
+        del self._spaces[space.number], self._by_digest[space.identity.digest]
+        self._shards -= len(space.shards)
         assert len(self._spaces) == len(self._by_digest)
-        return len(idle)
 
     def check(self) -> None:
         """Assert that each space is found by number and by label."""

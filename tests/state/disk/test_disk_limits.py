@@ -7,7 +7,6 @@ import pytest
 from kvstore.protocol.errors import CapacityError, InvalidArgument, PageCorrupt, TierUnavailable
 from kvstore.state.ask.explain import Explainer
 from kvstore.state.disk.jobs import DiskCopy, DiskJob, DiskWrite
-from kvstore.state.disk.limits import _Leaves
 from kvstore.state.disk.log import Segment, SegmentLog, SegmentState
 from kvstore.state.table.invariants import check
 from kvstore.state.tree.actions import PageStatus
@@ -446,16 +445,3 @@ def test_a_damaged_record_costs_the_segment_that_it_was_to_be_carried_to_nothing
 
     assert world.there("a") == [False]
     assert not world.disk.log.segments[copy.place.segment].failed
-
-
-def test_a_head_that_was_split_off_is_offered_beside_its_tail_of_the_same_age(world):
-    world.store(world.me, world.mine, "abc")  # one run
-    tail = world.mine.index[key("abc")]
-    leaves = _Leaves()
-    leaves.add(tail)
-    head = tail.split(1)
-    assert (head.access, head.serial) != (tail.access, tail.serial)
-
-    leaves.add(head)  # its serial number is the one that its tail had when that was offered
-
-    assert [leaves.pop(bool), leaves.pop(bool), leaves.pop(bool)] == [tail, head, None]

@@ -35,6 +35,8 @@ CORRUPTIONS: dict[str, Corrupt] = {
     "a page that expires and may go to disk": put_wrong("expires", {0: 7}),
     "a page on disk that must stay in memory": put_wrong("memory_only", 1),
     "children in memory that are none": put_wrong("children_in_memory", 2),
+    "children on disk that are none": put_wrong("children_on_disk", 2),
+    "a write that nobody began": put_wrong("to_disk", 1),
     "a node too deep": put_wrong("depth", 7),
     "a leaf that no policy knows": put_wrong("queued", ()),
     "a node of another key": put_wrong("keys", key("x")),
