@@ -68,7 +68,8 @@ def test_every_case_of_the_issue_is_there():
         wanted |= {f"memory/{place}/{policy}" for place in ("host", "ssd", "loaded")}
         turns = (
             "models", "clear", "corrupt", "evict", "quota", "policy", "session", "list", "explain",
-            "reclaim", "stats", "gc", "expire", "pins",
+            "reclaim", "stats", "gc", "expire", "pins", "keep", "leases", "fill", "messages",
+            "messages+ssd", "pins+ssd", "keep+ssd", "quota+ssd", "clear+ssd",
         )  # fmt: skip
         wanted |= {f"turn/{case}/{policy}" for case in turns}
     assert wanted <= names

@@ -83,8 +83,16 @@ def subtree(
 
 
 def _children(node: PrefixNode, limit: int) -> Iterator[PrefixNode]:
-    """As many children as a part can need; some may be removed meanwhile."""
-    return iter(node.children.values(limit + 1))
+    """As many children as a part can need."""
+    return _single_pages(node, list(islice(node.below, limit + 1)))
+
+
+def _single_pages(parent: PrefixNode, firsts: list[PrefixKey]) -> Iterator[PrefixNode]:
+    """Children as single pages; each is split off, or has left, by the time it is asked for."""
+    for key in firsts:
+        child = parent.below.get(key)
+        if child is not None and is_live(child):
+            yield first_page(child)
 
 
 def _younger(node: PrefixNode, limit: int) -> Iterator[PrefixNode]:
@@ -96,7 +104,7 @@ def _younger(node: PrefixNode, limit: int) -> Iterator[PrefixNode]:
         raise InvalidArgument("cursor", "too many siblings to go on; list /v1/pages instead")
     siblings = list(parent.below.values())
     after = siblings.index(node) + 1
-    return iter([first_page(one) for one in siblings[after : after + limit + 1]])
+    return _single_pages(parent, [one.first for one in siblings[after : after + limit + 1]])
 
 
 def _cursor(space: PrefixTree, start: PrefixNode, after: PrefixKey) -> Steps[PrefixNode]:

@@ -67,6 +67,8 @@ class Extent:
         slot_bytes: bytes of each slot; 0 while unassigned.
         free: all and only the indexes of FREE slots.
         pinned: slots with a pin.
+        writing: WRITING slots.
+        limbo: LIMBO slots; all others are FREE or READY.
         used_at: tick of the last commit or pin of any of its slots.
         retiring: its slots are not allocated any more; it gets new memory once it is not needed.
         draining: its slots are not allocated until it is empty; then any class may get it.
@@ -84,6 +86,8 @@ class Extent:
     addresses: "array[int]" = field(default_factory=partial(array, "Q"))
     free: "array[int]" = field(default_factory=partial(array, "I"))
     pinned: int = 0
+    writing: int = 0
+    limbo: int = 0
     used_at: int = 0
     generation: int = 0
     retiring: bool = False
@@ -93,6 +97,11 @@ class Extent:
     def closed(self) -> bool:
         """Whether its FREE slots may not be allocated."""
         return self.retiring or self.draining
+
+    @property
+    def ready(self) -> int:
+        """READY slots."""
+        return self.count - len(self.free) - self.writing - self.limbo
 
     @property
     def class_of(self) -> tuple[str | None, int]:
@@ -212,15 +221,18 @@ class SlotTable:
             for _, first, end in self._blocks(some):
                 assert extent.states.count(_FREE, first, end) == end - first
                 extent.states[first:end] = _WRITINGS * (end - first)
+                extent.writing += end - first
                 extent.name_slots(first, end)
             taken += some
         return taken
 
     def commit(self, slots: Sequence[Slot], tick: int) -> None:
         """WRITING → READY: the bytes are complete and not written any more."""
+        self.changes += 1
         for extent, first, end in self._blocks(slots):
             assert extent.states.count(_WRITING, first, end) == end - first
             extent.states[first:end] = _READIES * (end - first)
+            extent.writing -= end - first
             extent.used_at = tick
 
     def abort(self, slots: Iterable[Slot]) -> None:
@@ -230,14 +242,18 @@ class SlotTable:
             extent, index = self._locate(slot)
             assert extent.states[index] == SlotState.WRITING
             assert not extent.holds[index], "a slot that its writer may still write to"
+            extent.writing -= 1
             self._free(slot, extent, index)
 
     def lose(self, slots: Iterable[Slot]) -> None:
         """WRITING → LIMBO with one hold: the writer may still write; see :meth:`unhold`."""
+        self.changes += 1
         for slot in slots:
             extent, index = self._locate(slot)
             assert extent.states[index] == SlotState.WRITING
             extent.states[index] = SlotState.LIMBO
+            extent.writing -= 1
+            extent.limbo += 1
             extent.holds[index] += 1
 
     def release(self, slots: Sequence[Slot]) -> None:
@@ -251,6 +267,7 @@ class SlotTable:
             assert extent.states[index] == _READY
             if extent.pins[index] or extent.holds[index]:
                 extent.states[index] = _LIMBO
+                extent.limbo += 1
             else:
                 self._free(slot, extent, index)
 
@@ -411,27 +428,25 @@ class SlotTable:
     def needed(self, position: int) -> bool:
         """Whether a slot of one extent is being written or read, or may still be accessed."""
         extent = self.extents[position]
-        states = extent.states
-        touched = SlotState.WRITING in states or SlotState.LIMBO in states
-        return touched or extent.pinned > 0 or any(extent.holds)
+        return extent.writing + extent.limbo + extent.pinned > 0 or any(extent.holds)
 
     def stats(self) -> HostSizes:
-        """A consistent snapshot of sizes by state."""
-        by_state = [0, 0, 0, 0]
-        pinned = unassigned = retiring = 0
+        """A consistent snapshot of sizes by state, in a time that depends on extents alone."""
+        free = writing = ready = pinned = limbo = retiring = 0
         for extent in self.extents:
             retiring += self.extent_bytes * extent.retiring
             if extent.domain is None:
-                unassigned += self.extent_bytes
+                free += self.extent_bytes
                 continue
-            for state in SlotState:
-                by_state[state] += extent.states.count(state) * extent.slot_bytes
+            free += len(extent.free) * extent.slot_bytes
+            writing += extent.writing * extent.slot_bytes
+            ready += extent.ready * extent.slot_bytes
             pinned += extent.pinned * extent.slot_bytes
+            limbo += extent.limbo * extent.slot_bytes
         return HostSizes(
             capacity_bytes=self.capacity_bytes, withheld_bytes=self.withheld * self.extent_bytes,
-            free_bytes=unassigned + by_state[_FREE], writing_bytes=by_state[_WRITING],
-            ready_bytes=by_state[_READY], pinned_bytes=pinned, limbo_bytes=by_state[_LIMBO],
-            retiring_bytes=retiring,
+            free_bytes=free, writing_bytes=writing, ready_bytes=ready, pinned_bytes=pinned,
+            limbo_bytes=limbo, retiring_bytes=retiring,
         )  # fmt: skip
 
     def checks(self, also: Callable[[Slot, int], None]) -> Iterator[None]:
@@ -458,7 +473,7 @@ class SlotTable:
         self, position: int, extent: Extent, also: Callable[[Slot, int], None]
     ) -> Iterator[None]:
         """Assert the invariants of each slot of an extent, and their sums."""
-        changes, count, free, pinned = self.changes, extent.count, 0, 0
+        changes, count, pinned, states = self.changes, extent.count, 0, [0, 0, 0, 0]
         seen = bytearray(count)
         for first in range(0, count or 1, STRETCH_SLOTS):
             last = min(first + STRETCH_SLOTS, count)
@@ -470,15 +485,16 @@ class SlotTable:
                 state, used = extent.states[index], extent.pins[index] + extent.holds[index]
                 assert state not in (SlotState.FREE, SlotState.WRITING) or used == 0
                 assert state != SlotState.LIMBO or used > 0
-                free += state == SlotState.FREE
+                states[state] += 1
                 pinned += extent.pins[index] > 0
                 also(self.slot(position, index), state)
             yield
             if self.extents[position] is not extent or extent.count != count:
                 return  # it has changed hands
         if self.changes == changes:
-            assert len(extent.free) == free, "a FREE slot that nobody finds"
+            assert len(extent.free) == states[_FREE], "a FREE slot that nobody finds"
             assert extent.pinned == pinned
+            assert [extent.writing, extent.ready, extent.limbo] == states[_WRITING:]
 
     # ---- inside -----------------------------------------------------------------------------
 
@@ -499,6 +515,7 @@ class SlotTable:
 
     def _settle(self, slot: Slot, extent: Extent, index: int) -> None:
         if extent.states[index] == _LIMBO and not (extent.pins[index] or extent.holds[index]):
+            extent.limbo -= 1
             self._free(slot, extent, index)
 
     def _free(self, slot: Slot, extent: Extent, index: int) -> None:

@@ -147,6 +147,27 @@ def test_finding_the_way_back_to_a_cursor_takes_steps_too():
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("going_on", [False, True])
+def test_no_step_of_a_listing_splits_more_runs_than_it_examines(going_on):
+    """The first page of each prompt becomes a node of its own, which costs 30 microseconds."""
+    world = World(extents=10, slots_each=64)
+    process = world.process()
+    space = world.space(process)
+    prompts = [chr(ord("A") + at) * 3 for at in range(3 * STEP_NODES)]
+    for path in prompts:
+        world.store(process, space, path)
+    cursor = key(prompts[0][0]) if going_on else ROOT
+
+    def split() -> int:
+        return sum(node.count == 1 for node in space.root.below.values())
+
+    counts = [split(), *(split() for _ in subtree(space, ROOT, cursor, 1, 1000)), split()]
+
+    assert counts[-1] == len(prompts)
+    most = max(after - before for before, after in pairwise(counts))
+    assert most <= STEP_NODES + going_on, "and the page that is the cursor"
+
+
 def test_a_listing_leaves_out_what_leaves_between_its_steps():
     world, process, space = grown([])
     for number in range(STEP_NODES + 10):

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvstore.protocol.counts import HostSizes
 from kvstore.protocol.wire import unpack_addresses
 from kvstore.state.tree.slots import INDEX_MASK, Replacement, Slot, SlotState, SlotTable
 from tests.state.world import hold
@@ -228,6 +229,25 @@ class SlotMachine(RuleBasedStateMachine):
 
 
 TestSlotMachine = SlotMachine.TestCase
+
+
+def test_sizes_are_known_without_a_look_at_any_slot():
+    table = SlotTable(EXTENT_BYTES, 2)
+    slots = table.allocate(7, "red", PAGE)
+    table.commit(slots[:5], 1)
+    table.pin(slots[:1], 2)
+    table.pin(slots[1:2], 2)
+    table.pin_to_hold(slots[1:2])
+    table.release(slots[1:3])
+    table.lose(slots[5:6])
+
+    for extent in table.extents:
+        del extent.states[:], extent.pins[:], extent.holds[:], extent.addresses[:]
+
+    assert table.stats() == HostSizes(
+        capacity_bytes=8 * PAGE, withheld_bytes=0, free_bytes=2 * PAGE, writing_bytes=PAGE,
+        ready_bytes=3 * PAGE, pinned_bytes=PAGE, limbo_bytes=2 * PAGE, retiring_bytes=0,
+    )  # fmt: skip
 
 
 def test_an_extent_that_changes_its_tenant_gets_new_memory():
