@@ -26,7 +26,7 @@ Take = Callable[[float], bool]
 """Processes messages of one connection until a time; returns whether there are more."""
 
 
-class Line:
+class TurnQueue:
     """Connections that wait: processes take turns, and so do the connections of each process."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Rounds:
     """The connections that wait for their turn."""
 
     def __init__(self) -> None:
-        self._short, self._long = Line(), Line()
+        self._short, self._long = TurnQueue(), TurnQueue()
         self._queued: set[Take] = set()
         self._taken_s = 0.0
         self._called = False
@@ -92,7 +92,7 @@ class Rounds:
         else:
             self._taken_s = 0.0
 
-    def _take_from(self, line: Line, until_s: float) -> None:
+    def _take_from(self, line: TurnQueue, until_s: float) -> None:
         while line and self._taken_s < until_s:
             process, take = line.next()
             self._queued.remove(take)
@@ -105,6 +105,6 @@ class Rounds:
         if more:
             self._wait(self._long, process, take)
 
-    def _wait(self, line: Line, process: int, take: Take) -> None:
+    def _wait(self, line: TurnQueue, process: int, take: Take) -> None:
         self._queued.add(take)
         line.add(process, take)
