@@ -15,7 +15,7 @@ from typing import Final, cast
 from kvstore.process.faults import Faults
 from kvstore.protocol import wire
 from kvstore.protocol.errors import ProtocolError
-from kvstore.server.rounds import Rounds
+from kvstore.server.rounds import LONG_S, Rounds
 from kvstore.state.tree.sessions import Peer
 
 log = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class FrameConnections:
 
     def want(self, connection: "FrameConnection") -> None:
         """A connection has messages to process; see :meth:`FrameConnection.take`."""
-        self._rounds.want(connection.peer.identity, connection.take)
+        self._rounds.want(connection.peer.identity, connection.take, long=connection.long)
 
     def unread(self, change_bytes: int) -> None:
         """Add to the unprocessed bytes.
@@ -119,6 +119,7 @@ class FrameConnection(asyncio.Protocol):
         begin: called once the loop has taken over the socket.
 
     Attributes:
+        long: its last turn was long: who puts many pages goes on with that.
         number: its number among the connections of the face; 0 until its first message was
             processed.
         peer: identity of the peer, once known.
@@ -133,6 +134,7 @@ class FrameConnection(asyncio.Protocol):
         self, all_of_face: FrameConnections, raw: socket.socket | None,
         begin: Callable[["FrameConnection"], None],
     ) -> None:  # fmt: skip
+        self.long = False
         self.number = 0
         self.peer = Peer(0)
         self.raw = raw
@@ -171,13 +173,16 @@ class FrameConnection(asyncio.Protocol):
     def take(self, end_s: float) -> bool:
         """Process messages until ``end_s``; returns whether more can be processed."""
         self._more = False
+        now_s = began_s = monotonic()
         body = self._next()
         while body is not None:
             self._server.receive(self, body)
-            if monotonic() > end_s:
+            now_s = monotonic()
+            if now_s > end_s:
                 self._more = not self._congested and not self.transport.is_closing()
                 break
             body = self._next()
+        self.long = now_s - began_s > LONG_S
         self._count_unread(self._reader.unread_bytes)
         self._read_or_pause()
         return self._more

@@ -14,7 +14,7 @@ from kvstore.server.frames import (
     FrameConnection,
     FrameConnections,
 )
-from kvstore.server.rounds import ROUND_S, TURN_S, Rounds
+from kvstore.server.rounds import LONG_S, ROUND_S, TURN_S, Rounds
 from kvstore.state.tree.sessions import Peer
 from tests.loops import eventually, in_loop
 
@@ -65,6 +65,56 @@ def test_a_process_with_many_busy_connections_delays_others_by_one_round(clock):
         one_round = len(taken)
         await asyncio.sleep(0)
         assert 0 < len(taken) - one_round <= ROUND_S / TURN_S + 1, "and so does all else"
+
+    asyncio.run(run())
+
+
+class Puts:
+    """A connection whose turns all take ``turn_s``, with one message in each."""
+
+    def __init__(self, clock: Clock, taken: list[object], process: int, turn_s: float) -> None:
+        self.process = process
+        self._clock, self._taken, self._turn_s = clock, taken, turn_s
+
+    def take(self, _end_s: float) -> bool:
+        self._taken.append(self)
+        self._clock.now_s += self._turn_s
+        return False
+
+
+def test_a_short_request_waits_for_one_of_the_long_turns_that_others_want(clock):
+    async def run() -> None:
+        taken: list[object] = []
+        made = Rounds()
+        engines = [Puts(clock, taken, process, 2 * LONG_S) for process in range(1, 9)]
+        for one in engines:
+            made.want(one.process, one.take, long=True)
+        lookup = Puts(clock, taken, 9, LONG_S / 4)
+        made.want(lookup.process, lookup.take)
+        assert taken == [lookup], "what was read together with eight puts"
+
+        for number in range(8):
+            await asyncio.sleep(0)
+            assert taken[1 + 2 * number :] == [engines[number]], "sockets are polled after each"
+            made.want(lookup.process, lookup.take)
+            assert taken[-1] is lookup
+
+    asyncio.run(run())
+
+
+def test_short_requests_without_end_leave_each_round_to_a_long_one(clock):
+    async def run() -> None:
+        taken: list[object] = []
+        made = Rounds()
+        put = Puts(clock, taken, 1, 2 * LONG_S)
+        lookups = [Puts(clock, taken, process, LONG_S / 4) for process in range(2, 200)]
+        for number in range(3):
+            made.want(put.process, put.take, long=True)
+            for one in lookups:
+                made.want(one.process, one.take)
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert taken.count(put) == number + 1
 
     asyncio.run(run())
 
@@ -178,6 +228,34 @@ def test_nothing_more_is_taken_from_a_client_that_does_not_read_its_answers():
         connection.connection_lost(None)
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(("took_s", "long"), [(LONG_S / 2, False), (2 * LONG_S, True)])
+def test_after_a_long_turn_a_connection_lets_those_come_first_that_are_quick(
+    monkeypatch: pytest.MonkeyPatch, took_s: float, *, long: bool
+) -> None:
+    clock, order = Clock(), list[str]()
+    for module in (frames, rounds):
+        monkeypatch.setattr(module, "monotonic", lambda: clock.now_s)
+
+    async def run() -> None:
+        def receive(connection: FrameConnection, _request: wire.Request) -> None:
+            order.append(connection.whose)
+            clock.now_s += took_s if connection.whose == "puts" else 0.0
+
+        server = FrameConnections(Counter(), receive, lambda _: None)
+        both = [made(server), made(server)]
+        for number, (connection, whose) in enumerate(zip(both, ("puts", "asks"), strict=True), 1):
+            connection.connection_made(Quiet())  # type: ignore[arg-type]
+            connection.whose, connection.peer = whose, Peer(number)
+        for _ in range(2):
+            for connection in both:
+                connection.data_received(wire.encode(wire.Ping(1)))
+            for _ in range(2):
+                await asyncio.sleep(0)
+
+    asyncio.run(run())
+    assert order == ["puts", "asks", *(("asks", "puts") if long else ("puts", "asks"))]
 
 
 def made(server: object) -> FrameConnection:
