@@ -201,7 +201,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         side = self._scheduler or self._worker
         if side is None:
             return None
-        side.counts.note_troubles(self._store.troubles)
+        side.counts.note_troubles(self._store.troubles, self._store.device_failures)
         side.counts.note_slab(self._store.slab_stats() or {})
         return StoreStats(data=side.counts.take())
 

@@ -65,9 +65,15 @@ def _check_whole(made: Any) -> None:
     given = _options_inside(transfer.kv_connector_extra_config) if inside else []
     if given:
         from engine_adapters.vllm.options import read_options
+        from kvstore.protocol.errors import ConfigError
 
         for one in given:
             read_options(one)
+        if len(given) > 1:
+            raise ConfigError(
+                f"kv_connector_extra_config: connectors: {len(given)} are {CONNECTOR}: they would"
+                " store every page twice, and have one name at their node; leave one"
+            )
     if given or (transfer is not None and transfer.kv_connector == CONNECTOR):
         from engine_adapters.vllm.support import check_model
 

@@ -11,7 +11,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.v1.metrics.utils import create_metric_per_engine
 
-from kvstore.engine.counts import CHOICES, CHOICES_TEXT, SERIES
+from kvstore.engine.counts import (
+    CHOICES,
+    CHOICES_TEXT,
+    DEVICE_FAILURES,
+    DEVICE_FAILURES_TEXT,
+    SERIES,
+)
 
 
 @dataclass
@@ -38,7 +44,7 @@ class StoreStats(KVConnectorStats):  # type: ignore[misc]
 
 
 class StoreMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """``kvstore:<series>_total`` counters, one for each of :data:`SERIES`, and the choices."""
+    """``kvstore:<series>_total`` counters: :data:`SERIES`, choices, and failures of devices."""
 
     def __init__(
         self, config: Any, metric_types: Any, labels: list[str], values: dict[int, list[object]]
@@ -55,11 +61,17 @@ class StoreMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             name="kvstore:load_choices", documentation=CHOICES_TEXT,
             labelnames=[*labels, "choice", "reason"],
         )  # fmt: skip
+        failures = counter(
+            name="kvstore:device_failures", documentation=DEVICE_FAILURES_TEXT,
+            labelnames=[*labels, "reason"],
+        )  # fmt: skip
+        labelled: dict[str, tuple[Any, tuple[str, ...]]] = {
+            name: (choices, kind) for name, kind in CHOICES.items()
+        }
+        labelled |= {name: (failures, (cause,)) for name, cause in DEVICE_FAILURES.items()}
         self._series |= {
-            name: {
-                engine: choices.labels(*of_engine, *kind) for engine, of_engine in values.items()
-            }
-            for name, kind in CHOICES.items()
+            name: {engine: series.labels(*one, *kind) for engine, one in values.items()}
+            for name, (series, kind) in labelled.items()
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:

@@ -135,7 +135,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
     def get_stats(self) -> OffloadingConnectorStats | None:
         """The counts since the last call."""
         counts = self._tiering.counts
-        counts.note_troubles(self._store.troubles)
+        counts.note_troubles(self._store.troubles, self._store.device_failures)
         stats = OffloadingConnectorStats()
         for name, value in counts.take().items():
             stats.increase_counter(_PREFIX + name, value)

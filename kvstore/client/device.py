@@ -76,7 +76,7 @@ class DevicePools:
         try:
             after = found.fence()
         except RuntimeError as error:
-            raise DeviceUnavailable(f"{pool.device}: {error}") from error
+            raise DeviceUnavailable(f"{pool.device}: {error}", "copy") from error
         return BlocksOnDevice(found, table, after, DeviceCopy())
 
     def pool(self, pool: KVPool) -> "DevicePool":

@@ -11,7 +11,7 @@ from kvstore.client.device import DevicePools
 from kvstore.client.jobs import Worker
 from kvstore.client.node_link import NodeLink
 from kvstore.client.promotion import Promotion
-from kvstore.protocol.errors import KVStoreError, TransferError
+from kvstore.protocol.errors import DeviceCause, DeviceUnavailable, KVStoreError, TransferError
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +38,7 @@ class StoreResources:
             wait behind them.
         stores: runs extracts.
         troubles: error code → how many reads became a miss because of it.
+        device_failures: cause → how many of these failed on an engine's device because of it.
         load_bytes_per_s: speed of loads from the node's memory, as its loaders measured it.
         disk_bytes_per_s: speed of the node's reads from disk to memory, likewise.
         waits: number of loads that waited for the disk or for other nodes.
@@ -60,6 +61,7 @@ class StoreResources:
         self._lanes = deque(range(_SLOW_LOADS))
         self.stores = Worker("kvstore-store")
         self.troubles: Counter[str] = Counter()
+        self.device_failures: Counter[DeviceCause] = Counter()
         self.load_bytes_per_s = LOAD_BYTES_PER_S_GUESS
         self.disk_bytes_per_s = DISK_BYTES_PER_S_GUESS
         self.waits = 0
@@ -87,6 +89,8 @@ class StoreResources:
     def note_trouble(self, error: KVStoreError) -> None:
         """Count and log a read that became a miss."""
         self.troubles[error.code] += 1
+        if isinstance(error, DeviceUnavailable):
+            self.device_failures[error.cause] += 1
         if isinstance(error, TransferError):
             return  # the link has logged that the node is away
         # A node may refuse every lookup: log it once, and count all.

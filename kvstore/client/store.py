@@ -28,6 +28,7 @@ from kvstore.config import DeviceSlabConfig, HostConfig, SSDConfig
 from kvstore.mover.kvpool import KVPool
 from kvstore.protocol import wire
 from kvstore.protocol.errors import (
+    DeviceCause,
     InvalidArgument,
     KVStoreError,
     PeerUnreachable,
@@ -70,6 +71,11 @@ class KVStore:
     def troubles(self) -> Counter[str]:
         """Error code → how many reads became misses because of that error."""
         return self._resources.troubles
+
+    @property
+    def device_failures(self) -> Counter[DeviceCause]:
+        """Cause → how many of the troubles were failures of an engine's device."""
+        return self._resources.device_failures
 
     @classmethod
     def connect(

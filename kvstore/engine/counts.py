@@ -2,9 +2,10 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 from kvstore.engine.load_choice import COUNTED
+from kvstore.protocol.errors import DeviceCause, DeviceUnavailable
 
 SERIES: Final = {
     "lookups": "Lookups of the scheduler.",
@@ -41,19 +42,21 @@ SERIES: Final = {
     "slab_promoted_pages": "Pages copied to the slab after a load.",
     "slab_evicted_pages": "Pages evicted from the slab.",
     "slab_errors": "Pages that failed their digest in the slab, and failures of its device.",
-    "device_failures": "Loads and stores that failed on the device of the KV memory.",
     "troubles": "Reads that missed because the node was down, slow, or refused them.",
 }
 """Name → help text of each series."""
 CHOICES: Final = {f"choices_{kind}_{reason}": (kind, reason) for kind, reason in COUNTED}
 """Name → kind and reason of each choice: labels of one series."""
 CHOICES_TEXT: Final = "Hits by what was done with them (load, part or compute) and why."
+DEVICE_FAILURES: Final = {f"device_failures_{cause}": cause for cause in get_args(DeviceCause)}
+"""Name → cause of each failure of a device: labels of one series."""
+DEVICE_FAILURES_TEXT: Final = "Loads and stores that failed on the KV memory's device, and why."
 _SLAB: Final = {
     "slab_pages": "pages_hit", "slab_promoted_pages": "pages_promoted",
     "slab_evicted_pages": "pages_evicted", "slab_errors": "errors",
 }  # fmt: skip
 """Series → name in the slab's statistics."""
-_OF_TROUBLE: Final = {"corrupt": "corrupt_pages", "device_unavailable": "device_failures"}
+_OF_TROUBLE: Final = {"corrupt": "corrupt_pages"}
 """Error code → its own series."""
 
 
@@ -67,16 +70,25 @@ class AdapterCounts:
 
     def add(self, name: str, value: float = 1) -> None:
         """Add to a series."""
-        assert name in self._series or name in CHOICES, name
+        assert name in self._series or name in CHOICES or name in DEVICE_FAILURES, name
         if value:
             self._sums[name] += value  # type: ignore[assignment]
 
-    def note_troubles(self, troubles: Counter[str]) -> None:
+    def note_troubles(
+        self, troubles: Counter[str], device_failures: Counter[DeviceCause]
+    ) -> None:  # fmt: skip
         """Add the errors that a store's client counted since the last call."""
-        for code, count in list(troubles.items()):
-            new = count - self._seen[code]
-            self._seen[code] = count
-            self.add(_OF_TROUBLE.get(code, "troubles"), new)
+        found = [
+            (code, _OF_TROUBLE.get(code, "troubles"), count)
+            for code, count in list(troubles.items())
+            if code != DeviceUnavailable.code  # they are counted by cause
+        ]
+        for cause, count in list(device_failures.items()):
+            found.append((name := f"device_failures_{cause}", name, count))
+        for seen, series, count in found:
+            new = count - self._seen[seen]
+            self._seen[seen] = count
+            self.add(series, new)
 
     def note_slab(self, stats: Mapping[str, Any]) -> None:
         """Add the counts of a slab since the last call."""

@@ -6,20 +6,23 @@ Computing them too would store nothing new, but waiting must not take longer tha
 from typing import Final
 
 ASK_S: Final = 0.002
-"""Seconds between two lookups of a waiting request."""
+"""Seconds between two lookups of a waiting request, at least."""
+LATER_SHARE: Final = 1 / 16
+"""Of the time that it has waited, added until the next lookup: a long wait ends this much later,
+and costs some hundred lookups at most, whatever a request promises."""
 
 
 class PendingWait:
-    """The state of one wait: looks up again every few milliseconds, for a limited time.
+    """The state of one wait: looks up again after some milliseconds, for a limited time.
 
     Attributes:
         ask_at: time of the next lookup, monotonic seconds; 0.0 before the wait begins.
     """
 
-    __slots__ = ("_until", "ask_at")
+    __slots__ = ("_began", "_until", "ask_at")
 
     def __init__(self) -> None:
-        self.ask_at = 0.0
+        self.ask_at = self._began = 0.0
         self._until: float | None = None
 
     @property
@@ -35,8 +38,8 @@ class PendingWait:
             wait_s: seconds of the whole wait; only the value of the first call is used.
         """
         if self._until is None:
-            self._until = now + wait_s
-        self.ask_at = now + ASK_S
+            self._began, self._until = now, now + wait_s
+        self.ask_at = now + max(ASK_S, LATER_SHARE * (now - self._began))
         return now < self._until
 
     def left_s(self, now: float, wait_s: float, least_s: float) -> float:

@@ -423,7 +423,8 @@ class WorkerSide:
     def _note(self, what: str, error: KVStoreError) -> None:
         """Log an error, if the client itself has not warned; count those of the device."""
         if what == "store" and isinstance(error, DeviceUnavailable):
-            self.counts.add("device_failures")  # those of loads are in the client's counts
+            # Those of loads are in the client's counts.
+            self.counts.add(f"device_failures_{error.cause}")
         # Of a device nobody else speaks.
         known, self._said = str(error) == self._said, str(error)
         level = DEBUG if known or not isinstance(error, DeviceUnavailable) else WARNING

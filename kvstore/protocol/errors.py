@@ -22,7 +22,7 @@
 A miss is a value, never an error. ``code`` is stable: the socket, REST and metrics use it.
 """
 
-from typing import ClassVar, Final
+from typing import ClassVar, Final, Literal
 
 FOREIGN_TEXT_MAX: Final = 500
 """Most characters of text that others sent in a log line or an error."""
@@ -135,10 +135,23 @@ class TierUnavailable(KVStoreError):
     code = "tier_unavailable"
 
 
+DeviceCause = Literal["memory", "memlock", "copy", "deadline", "other"]
+"""Why a device cannot copy: no memory of the device, no memory of the host that may be locked, an
+operation failed, one did not end in time, anything else (no torch, no such device)."""
+
+
 class DeviceUnavailable(TierUnavailable):
-    """An engine's device cannot copy pages now: no memory, a failed or unfinished copy."""
+    """An engine's device cannot copy pages now: no memory, a failed or unfinished copy.
+
+    Attributes:
+        cause: why.
+    """
 
     code = "device_unavailable"
+
+    def __init__(self, message: str, cause: DeviceCause = "other") -> None:
+        super().__init__(message)
+        self.cause: DeviceCause = cause
 
 
 class DurabilityUnavailable(TierUnavailable):

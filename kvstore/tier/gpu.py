@@ -9,6 +9,8 @@ blocks (the layout with blocks outermost) needs neither: its blocks are copied d
 
 import ctypes
 import resource
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from time import monotonic, sleep
 from typing import Any, Final
@@ -426,14 +428,18 @@ class CudaDevice:
     @torch.inference_mode(mode=False)
     def pinned(self, size: int) -> Any:
         """See :class:`Device`."""
-        check_lockable(size)
+        locked.add(size)
         try:
-            return torch.zeros(size, dtype=torch.uint8, pin_memory=True)
+            memory = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
         except RuntimeError as error:
+            locked.remove(size)
             raise DeviceUnavailable(
                 f"{size} bytes cannot be pinned: {error}; check RLIMIT_MEMLOCK (ulimit -l) and"
-                " free memory"
+                " free memory",
+                "memlock",
             ) from error
+        weakref.finalize(memory, locked.remove, size)
+        return memory
 
     @torch.inference_mode(mode=False)
     def memory(self, size: int, stream: DeviceStream) -> Any:
@@ -473,13 +479,7 @@ class _CudaEvent:
         return bool(self.event.query())
 
     def wait(self, timeout_s: float) -> bool:
-        # torch has no wait with a deadline.
-        deadline = monotonic() + timeout_s
-        while not self.event.query():
-            if monotonic() > deadline:
-                return False
-            sleep(_POLL_S)
-        return True
+        return poll(self.event.query, timeout_s)
 
 
 class _DeviceArray:
@@ -504,18 +504,50 @@ def open_device(name: str) -> Device:
     return CudaDevice(name) if kind == "cuda" else HostDevice(name)
 
 
-def check_lockable(size: int) -> None:
-    """Refuse to pin more memory than the process may lock.
+def poll(done: Callable[[], bool], timeout_s: float) -> bool:
+    """Wait until something is done; False on timeout. torch has no wait with a deadline."""
+    deadline = monotonic() + timeout_s
+    while not done():
+        if monotonic() > deadline:
+            return False
+        sleep(_POLL_S)
+    return True
 
-    Raises:
-        DeviceUnavailable: names the limit.
-    """
-    most, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if most != resource.RLIM_INFINITY and size > most:
+
+class LockedMemory:
+    """The pinned memory of all rings of this process, within what it may lock; thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # memory may be freed by a collection in this thread
+        self._bytes = 0
+
+    def add(self, size: int) -> None:
+        """Count memory that is about to be pinned.
+
+        Raises:
+            DeviceUnavailable: together it is more than the process may lock; names the limit.
+        """
+        most, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        with self._lock:
+            total = self._bytes + size
+            if most == resource.RLIM_INFINITY or total <= most:
+                self._bytes = total
+                return
         raise DeviceUnavailable(
-            f"{size} bytes of pinned memory are more than RLIMIT_MEMLOCK allows ({most}): raise it"
-            " (ulimit -l unlimited, LimitMEMLOCK=infinity, docker run --ulimit memlock=-1)"
+            f"{total} bytes of pinned memory are more than RLIMIT_MEMLOCK allows ({most}): raise it"
+            " (ulimit -l unlimited, LimitMEMLOCK=infinity, docker run --ulimit memlock=-1)",
+            "memlock",
         )
+
+    def remove(self, size: int) -> None:
+        """Forget memory that is no longer pinned."""
+        with self._lock:
+            assert self._bytes >= size
+            self._bytes -= size
+
+
+locked: Final = LockedMemory()
+"""That of this process."""
 
 
 def plane_view(device: Device, pool: KVPool, address: int, item: int, kind: Any) -> Any:

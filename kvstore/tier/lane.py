@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import mover
-from kvstore.protocol.errors import DeviceUnavailable
+from kvstore.protocol.errors import DeviceCause, DeviceUnavailable
 from kvstore.protocol.page import DIGEST_BYTES
 
 SLICE_BYTES = 4 << 20
@@ -194,14 +194,15 @@ class Lane:
             DeviceUnavailable: the device fails, or has not finished the job before.
         """
         if not self._using.acquire(timeout=DEADLINE_S):
-            raise DeviceUnavailable(f"{self._device.name}: other copies take too long")
+            raise DeviceUnavailable(f"{self._device.name}: other copies take too long", "deadline")
         try:
             # A job that returned when its layers were queued may still use the ring.
             if not self._last.wait(0.0 if self._late else DEADLINE_S):
                 self._late = True
                 raise DeviceUnavailable(
                     f"{self._device.name} has not finished an earlier copy: see its errors"
-                    " (nvidia-smi, dmesg); if it does not recover, restart the engine"
+                    " (nvidia-smi, dmesg); if it does not recover, restart the engine",
+                    "deadline",
                 )
             self._late = False
             self._last = _End()
@@ -212,7 +213,9 @@ class Lane:
                 self._last.reached_at(self.stream.record())
         except (RuntimeError, MemoryError) as error:
             what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            raise DeviceUnavailable(f"{self._device.name} failed to copy: {what}") from error
+            raise DeviceUnavailable(
+                f"{self._device.name} failed to copy: {what}", cause_of(error)
+            ) from error
         finally:
             self._using.release()
 
@@ -220,7 +223,8 @@ class Lane:
         """Memory of the device for this job, at least ``size`` bytes; kept for the next one.
 
         Raises:
-            RuntimeError: the device has not enough.
+            RuntimeError: the device has not enough, even without what torch keeps unused: torch has
+                freed that and tried again. The next job asks anew.
         """
         if self._staging is None or len(self._staging) < size:
             self._staging = None
@@ -342,7 +346,7 @@ class Lane:
         if not event.wait(DEADLINE_S):
             self._late = True
             raise DeviceUnavailable(
-                f"{self._device.name} has not finished a copy after {DEADLINE_S:.0f} s"
+                f"{self._device.name} has not finished a copy after {DEADLINE_S:.0f} s", "deadline"
             )
 
     def speed(self, size: int, *, inwards: bool) -> float:
@@ -368,9 +372,16 @@ class Lane:
             return float(len(self._ring) / max(seconds, 1e-9))
 
     def close(self) -> None:
-        """Free the memory, unless the device still uses it; nothing may be copied afterwards."""
+        """Free the memory, unless the device still uses it; nothing may be copied afterwards.
+
+        Does not raise: of a device that fails, the memory stays until the process ends.
+        """
         self._threads.shutdown(wait=True)
-        if self._last.wait(0.0 if self._late else DEADLINE_S):
+        try:
+            idle = self._last.wait(0.0 if self._late else DEADLINE_S)
+        except RuntimeError:
+            return
+        if idle:
             self._ring = self._staging = None
 
     # ---- internal ---------------------------------------------------------------------------
@@ -428,6 +439,12 @@ def _bound(
     fetch: Callable[[int, int, Any], None], first: int, count: int, memory: Any
 ) -> Callable[[], None]:
     return lambda: fetch(first, count, memory)
+
+
+def cause_of(error: Exception) -> DeviceCause:
+    """Why an operation of a device failed; torch names a full device in words only."""
+    full = isinstance(error, MemoryError) or "out of memory" in str(error).lower()
+    return "memory" if full else "copy"
 
 
 def _slice_pages(size: int) -> int:

@@ -12,7 +12,9 @@ and verifies bytes:
   time. Device memory is not read back for a digest: it was verified when it was written, no other
   process can write to it, and it has ECC.
 
-Only this module and :mod:`kvstore.tier.staging` import torch in ``kvstore``.
+It imports torch, as four other modules of ``kvstore`` do: :mod:`kvstore.tier.gpu`,
+:mod:`kvstore.tier.push_memory`, :mod:`kvstore.tier.staging`, and :mod:`kvstore.testing.device`. All
+are imported only when memory on a device is asked for.
 """
 
 import ctypes

@@ -214,9 +214,9 @@ def test_more_pinned_memory_than_the_process_may_lock_is_refused_with_the_limits
     import resource
 
     monkeypatch.setattr(resource, "getrlimit", lambda which: (8 << 20, 8 << 20))
-    gpu.check_lockable(8 << 20)
+    gpu.LockedMemory().add(8 << 20)
     with pytest.raises(DeviceUnavailable, match="RLIMIT_MEMLOCK"):
-        gpu.check_lockable((8 << 20) + 1)
+        gpu.LockedMemory().add((8 << 20) + 1)
 
 
 def test_an_extract_after_close_is_refused(store, device):

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from kvstore.engine.pending import ASK_S, PendingWait, missing_tokens
+from kvstore.engine.pending import ASK_S, LATER_SHARE, PendingWait, missing_tokens
 from kvstore.engine.transfer import NOTHING, Transfer, read_transfer
 
 PAGES = {
@@ -68,6 +68,18 @@ def test_a_wait_for_pages_has_the_end_that_was_set_when_it_began():
     assert wait.left_s(10.4, 60.0, 0.02) == pytest.approx(0.1)
     assert not wait.goes_on(10.5, 60.0)
     assert wait.left_s(11.0, 60.0, 0.02) == 0.02, "a load that has come so far gets a moment"
+
+
+@pytest.mark.parametrize("wait_s", [0.02, 0.2, 2.0, 60.0])
+def test_a_wait_asks_seldom_when_it_lasts_and_ends_little_later(wait_s):
+    """Whoever sends a request may promise a million pages that never come."""
+    wait, now, asked = PendingWait(), 10.0, 0
+    while wait.goes_on(now, wait_s):
+        asked += 1
+        assert wait.ask_at >= now + ASK_S
+        now = wait.ask_at
+    assert asked <= 150
+    assert now <= 10.0 + wait_s * (1 + LATER_SHARE) + ASK_S
 
 
 @pytest.mark.parametrize(

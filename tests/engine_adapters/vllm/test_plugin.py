@@ -117,6 +117,19 @@ def test_a_connector_among_several_is_told_so_and_its_options_are_checked(vllm):
         whole(config("MultiConnector", connectors=[bare]), jamba)
 
 
+def test_two_of_our_connectors_in_one_engine_are_refused_by_name(vllm):
+    """They would have one name at the node, store each page twice, and answer with equal fields."""
+    config, _, whole = vllm
+    plugin.register()
+    ours = [{"kv_connector": "KVStoreConnector"} for _ in range(2)]
+    llama = model_of("LlamaForCausalLM")
+    with pytest.raises(ConfigError) as raised:
+        whole(config("MultiConnector", connectors=[*ours, {"kv_connector": "Other"}]), llama)
+    said = str(raised.value)
+    assert said.startswith("kv_connector_extra_config: connectors: 2 are KVStoreConnector")
+    assert whole(config("MultiConnector", connectors=ours[:1]), llama).checked
+
+
 def test_a_model_that_cannot_be_stored_is_refused_before_it_is_loaded(vllm):
     config, _, whole = vllm
     plugin.register()
