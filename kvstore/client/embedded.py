@@ -5,7 +5,8 @@ import os
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from time import monotonic, monotonic_ns
 from types import TracebackType
 from typing import Any, Final
@@ -149,6 +150,8 @@ class Embedded:
         self._left = False
         self._disk_ended = True
         self._why = "the store is closed"
+        #: The node has failed: from then on it is lost, as one behind a broken socket.
+        self._failed = False
         self._disk: DiskTier | None = None
         self._locks()
         try:
@@ -181,8 +184,8 @@ class Embedded:
 
     @property
     def connected(self) -> bool:
-        """True until :meth:`close`, and in the process that opened it only."""
-        return self._open
+        """True until :meth:`close` or a fault, and in the process that opened it only."""
+        return self._open and not self._failed
 
     def request(
         self, message: wire.Request, timeout_s: float, _epoch: int | None = None
@@ -192,14 +195,15 @@ class Embedded:
         if not self._answered.acquire(timeout=timeout_s):
             raise TransferTimeout("other requests took too long")
         try:
-            self._identifier += 1
-            identifier = message.id = self._identifier  # type: ignore[union-attr]
-            self._tell(message)
-            try:
-                answer = self._wait(identifier, deadline)
-            except BaseException:
-                self._line.abandon(identifier, message)
-                raise
+            with self._surviving(KVStoreError):
+                self._identifier += 1
+                identifier = message.id = self._identifier  # type: ignore[union-attr]
+                self._tell(message)
+                try:
+                    answer = self._wait(identifier, deadline)
+                except BaseException:
+                    self._line.abandon(identifier, message)
+                    raise
         finally:
             self._answered.release()
         if isinstance(answer, wire.Failure):
@@ -227,7 +231,8 @@ class Embedded:
         wait_s = _LOCK_WAIT_S if len(self._sent) >= _SENT_MAX else 0.0
         if self._answered.acquire(timeout=wait_s):
             try:
-                self._tell_sent()
+                with suppress(PeerUnreachable), self._surviving():
+                    self._tell_sent()
             finally:
                 self._answered.release()
 
@@ -250,10 +255,11 @@ class Embedded:
             self._answered.notify_all()
         with self._moved:
             ended = self._moved.wait_for(lambda: not self._movers, _MOVES_TIMEOUT_S)
-        with self._answered:
+        with self._answered, suppress(PeerUnreachable), self._surviving():
             self._tell_sent()
             # The node's decisions are not carried out any more: there are no callers.
-            self.node.disconnected(self._connection, monotonic_ns(), ended=ended)
+            if not self._failed:
+                self.node.disconnected(self._connection, monotonic_ns(), ended=ended)
         disk_ended = self._close_disk()
         with self._moved:
             self._left, self._disk_ended = True, disk_ended
@@ -278,9 +284,9 @@ class Embedded:
         """The node's statistics and those of its tiers, as plain values.
 
         Raises:
-            PeerUnreachable: this is a forked child.
+            PeerUnreachable: this is a forked child, or the node has failed; the message says why.
         """
-        if not (self._open or self._left):
+        if self._failed or not (self._open or self._left):
             raise PeerUnreachable(self._why)
         with self._answered:
             counts: dict[str, Any] = to_builtins(self._desk.stats())
@@ -293,24 +299,49 @@ class Embedded:
         self._has_work.set()
         self._driver.join(_MOVES_TIMEOUT_S)
         self._disk.close()
-        with self._answered:
-            self._disk.poll(monotonic_ns())
-            while self._disk.behind:  # the closed tier adds nothing
+        with self._answered, suppress(PeerUnreachable), self._surviving():
+            while not self._failed:
                 self._disk.poll(monotonic_ns())
+                if not self._disk.behind:  # the closed tier adds nothing
+                    break
         return self._disk.drain(0.0)
 
     def _drive(self) -> None:
         """Process completions of the disk and deadlines while there are no calls."""
-        while self._open:
+        while self.connected:
             self._has_work.wait(_TICK_S)
             self._has_work.clear()
-            with self._answered:
-                if self._open:
+            with self._answered, suppress(PeerUnreachable), self._surviving():
+                if self.connected:
                     self._advance()
+
+    @contextmanager
+    def _surviving(self, *passed: type[KVStoreError]) -> Iterator[None]:
+        """Use the node no more after a fault in here: its state cannot be trusted.
+
+        The caller holds the lock of the node.
+
+        Args:
+            passed: errors that are no faults.
+
+        Raises:
+            PeerUnreachable: a fault; logged once.
+        """
+        try:
+            yield
+        except passed:
+            raise
+        except Exception as error:
+            if not self._failed:
+                self._failed, self._why = True, f"the node in this process has failed: {error!r}"
+                log.exception("everything is a miss from now on: %s", self._why)
+            self._sent.clear()
+            self._answered.notify_all()
+            raise PeerUnreachable(self._why) from error
 
     def _begin(self) -> Use:
         with self._moved:
-            if not self._open:
+            if not self.connected:
                 raise PeerUnreachable(self._why)
             self._movers += 1
         return self._mapping.use()
@@ -335,7 +366,7 @@ class Embedded:
     def _wait(self, identifier: int, deadline: float) -> wire.Answer:
         answers = self._line.answers
         while identifier not in answers:
-            if not self._open:
+            if not self.connected:
                 raise PeerUnreachable(self._why)
             if monotonic() >= deadline:
                 raise TransferTimeout("the node did not answer in time")
@@ -352,7 +383,7 @@ class Embedded:
         self._answered.notify_all()
 
     def _tell(self, message: wire.Request) -> None:
-        if not self._open:
+        if not self.connected:
             raise PeerUnreachable(self._why)
         self._tell_sent()
         if 0 < self.node.next_deadline_ns() <= monotonic_ns():
@@ -365,7 +396,9 @@ class Embedded:
     def _tell_sent(self) -> None:
         """Pass on messages without an answer, in the order in which they were sent."""
         while self._sent:
-            self._desk.receive(self._connection, self._sent.popleft())
+            message = self._sent.popleft()
+            if not self._failed:
+                self._desk.receive(self._connection, message)
         self._answered.notify_all()
 
     def _fetch(
