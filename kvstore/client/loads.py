@@ -125,13 +125,12 @@ class Loader:
         waits = self._resources.waits
         at_once = max(1, len(keys) if order == "segment" else at_once)
         try:
-            slab = self._resources.promotion is not None and not loaded
-            if slab and not _is_cancelled(progress):
+            if self._resources.promotion is not None and not loaded:
                 loaded, final = self._from_slab(keys, target, shard, progress, order)
                 if final:
                     return loaded
                 first, start = loaded, perf_counter()
-            while loaded < len(keys) and not _is_cancelled(progress):
+            while loaded < len(keys):
                 stop = min(loaded + at_once, len(keys))
                 part = target.pages(loaded, stop)
                 state.loaded = loaded
@@ -446,7 +445,7 @@ class Loader:
         if bool(good.all()) or not VERIFY:
             return len(good)
         first = int(np.argmin(good))
-        if not _is_cancelled(progress):
+        if progress is None or not progress.cancelled:
             self._quarantine(leased, keys, shard, first)
         return first
 
@@ -463,7 +462,3 @@ class Loader:
         log.error(
             "page %s failed its digest: quarantined; it counts as a miss", keys[index].hex()[:16]
         )
-
-
-def _is_cancelled(progress: mover.Progress | None) -> bool:
-    return progress is not None and progress.cancelled

@@ -1,7 +1,6 @@
 """Puts pages into the node's memory: with two round trips, or with one into a reserved slot."""
 
 from collections.abc import Callable, Sequence
-from threading import Event
 from time import monotonic
 from typing import Final, NamedTuple
 
@@ -10,7 +9,7 @@ import numpy as np
 from kvstore import mover
 from kvstore.client.ahead import ReservedSlot, ReservedSlots
 from kvstore.client.device import BlocksOnDevice
-from kvstore.client.loads import DISK_WAIT_S, names
+from kvstore.client.loads import names
 from kvstore.client.mapping import Use
 from kvstore.client.node_link import NodeLink
 from kvstore.client.resources import Opened, StoreResources
@@ -25,9 +24,6 @@ TURN_WAIT_S = 1.0
 """Maximum wait for a page that another writer should put before this writer's next one."""
 ALONE_S: Final = 10.0
 """How long a writer puts all pages itself after it has waited in vain."""
-BUSY_PAUSE_S: Final = 0.1
-_NEVER: Final = Event()
-"""Never set; waiting for it is a pause."""
 
 
 class Keep(NamedTuple):
@@ -50,21 +46,6 @@ class ShardPages(NamedTuple):
     keys: PrefixKeys
     source: mover.Pieces
     shard: int
-
-
-class Patience:
-    """How long a put asks a busy node again: 2 seconds since it last decided on a page."""
-
-    def __init__(self) -> None:
-        self._until = monotonic() + DISK_WAIT_S
-
-    def ends(self, decided: int, waited_s: float) -> bool:
-        """Whether to give up; pauses if the node may have refused at once to let the put wait."""
-        if decided:
-            self._until = monotonic() + DISK_WAIT_S
-        elif waited_s:
-            _NEVER.wait(BUSY_PAUSE_S)
-        return monotonic() > self._until
 
 
 class Storer:
