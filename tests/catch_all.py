@@ -5,8 +5,6 @@ CATCH_ALL: dict[str, str] = {
     "conductor/front/guarding.py:Guard.keep": "one engine, node or job must not end the service",
     "conductor/front/guarding.py:Guard.turn": "nor a request that has nothing to do with it",
     "conductor/front/local_tokenizers.py:_translated": "templates and the library raise anything",
-    "kvstore/client/embedded.py:Embedded._surviving": "a fault of the node must not end its engine",
-    "kvstore/client/forks.py:_in_child": "one object must not keep the others from their reset",
     "kvstore/client/jobs.py:Job.run": "a job's failure must not end the worker of engines",
     "kvstore/cluster/child.py:_kept": "one store must not end the process, nor the other store",
     "kvstore/cluster/etcd.py:EtcdStore._bounded": "a closed channel raises anything",

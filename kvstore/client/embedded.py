@@ -5,8 +5,7 @@ import os
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from time import monotonic, monotonic_ns
 from types import TracebackType
 from typing import Any, Final
@@ -150,8 +149,6 @@ class Embedded:
         self._left = False
         self._disk_ended = True
         self._why = "the store is closed"
-        #: The node has failed: from then on it is lost, as one behind a broken socket.
-        self._failed = False
         self._disk: DiskTier | None = None
         self._locks()
         try:
@@ -184,8 +181,8 @@ class Embedded:
 
     @property
     def connected(self) -> bool:
-        """True until :meth:`close` or a fault, and in the process that opened it only."""
-        return self._open and not self._failed
+        """True until :meth:`close`, and in the process that opened it only."""
+        return self._open
 
     def request(
         self, message: wire.Request, timeout_s: float, _epoch: int | None = None
@@ -195,15 +192,14 @@ class Embedded:
         if not self._answered.acquire(timeout=timeout_s):
             raise TransferTimeout("other requests took too long")
         try:
-            with self._surviving(KVStoreError):
-                self._identifier += 1
-                identifier = message.id = self._identifier  # type: ignore[union-attr]
-                self._tell(message)
-                try:
-                    answer = self._wait(identifier, deadline)
-                except BaseException:
-                    self._line.abandon(identifier, message)
-                    raise
+            self._identifier += 1
+            identifier = message.id = self._identifier  # type: ignore[union-attr]
+            self._tell(message)
+            try:
+                answer = self._wait(identifier, deadline)
+            except BaseException:
+                self._line.abandon(identifier, message)
+                raise
         finally:
             self._answered.release()
         if isinstance(answer, wire.Failure):
@@ -231,8 +227,7 @@ class Embedded:
         wait_s = _LOCK_WAIT_S if len(self._sent) >= _SENT_MAX else 0.0
         if self._answered.acquire(timeout=wait_s):
             try:
-                with suppress(PeerUnreachable), self._surviving():
-                    self._tell_sent()
+                self._tell_sent()
             finally:
                 self._answered.release()
 
@@ -255,11 +250,10 @@ class Embedded:
             self._answered.notify_all()
         with self._moved:
             ended = self._moved.wait_for(lambda: not self._movers, _MOVES_TIMEOUT_S)
-        with self._answered, suppress(PeerUnreachable), self._surviving():
+        with self._answered:
             self._tell_sent()
             # The node's decisions are not carried out any more: there are no callers.
-            if not self._failed:
-                self.node.disconnected(self._connection, monotonic_ns(), ended=ended)
+            self.node.disconnected(self._connection, monotonic_ns(), ended=ended)
         disk_ended = self._close_disk()
         with self._moved:
             self._left, self._disk_ended = True, disk_ended
@@ -284,9 +278,9 @@ class Embedded:
         """The node's statistics and those of its tiers, as plain values.
 
         Raises:
-            PeerUnreachable: this is a forked child, or the node has failed; the message says why.
+            PeerUnreachable: this is a forked child.
         """
-        if self._failed or not (self._open or self._left):
+        if not (self._open or self._left):
             raise PeerUnreachable(self._why)
         with self._answered:
             counts: dict[str, Any] = to_builtins(self._desk.stats())
@@ -299,49 +293,24 @@ class Embedded:
         self._has_work.set()
         self._driver.join(_MOVES_TIMEOUT_S)
         self._disk.close()
-        with self._answered, suppress(PeerUnreachable), self._surviving():
-            while not self._failed:
+        with self._answered:
+            self._disk.poll(monotonic_ns())
+            while self._disk.behind:  # the closed tier adds nothing
                 self._disk.poll(monotonic_ns())
-                if not self._disk.behind:  # the closed tier adds nothing
-                    break
         return self._disk.drain(0.0)
 
     def _drive(self) -> None:
         """Process completions of the disk and deadlines while there are no calls."""
-        while self.connected:
+        while self._open:
             self._has_work.wait(_TICK_S)
             self._has_work.clear()
-            with self._answered, suppress(PeerUnreachable), self._surviving():
-                if self.connected:
+            with self._answered:
+                if self._open:
                     self._advance()
-
-    @contextmanager
-    def _surviving(self, *passed: type[KVStoreError]) -> Iterator[None]:
-        """Use the node no more after a fault in here: its state cannot be trusted.
-
-        The caller holds the lock of the node.
-
-        Args:
-            passed: errors that are no faults.
-
-        Raises:
-            PeerUnreachable: a fault; logged once.
-        """
-        try:
-            yield
-        except passed:
-            raise
-        except Exception as error:
-            if not self._failed:
-                self._failed, self._why = True, f"the node in this process has failed: {error!r}"
-                log.exception("everything is a miss from now on: %s", self._why)
-            self._sent.clear()
-            self._answered.notify_all()
-            raise PeerUnreachable(self._why) from error
 
     def _begin(self) -> Use:
         with self._moved:
-            if not self.connected:
+            if not self._open:
                 raise PeerUnreachable(self._why)
             self._movers += 1
         return self._mapping.use()
@@ -366,7 +335,7 @@ class Embedded:
     def _wait(self, identifier: int, deadline: float) -> wire.Answer:
         answers = self._line.answers
         while identifier not in answers:
-            if not self.connected:
+            if not self._open:
                 raise PeerUnreachable(self._why)
             if monotonic() >= deadline:
                 raise TransferTimeout("the node did not answer in time")
@@ -383,7 +352,7 @@ class Embedded:
         self._answered.notify_all()
 
     def _tell(self, message: wire.Request) -> None:
-        if not self.connected:
+        if not self._open:
             raise PeerUnreachable(self._why)
         self._tell_sent()
         if 0 < self.node.next_deadline_ns() <= monotonic_ns():
@@ -396,9 +365,7 @@ class Embedded:
     def _tell_sent(self) -> None:
         """Pass on messages without an answer, in the order in which they were sent."""
         while self._sent:
-            message = self._sent.popleft()
-            if not self._failed:
-                self._desk.receive(self._connection, message)
+            self._desk.receive(self._connection, self._sent.popleft())
         self._answered.notify_all()
 
     def _fetch(
