@@ -75,6 +75,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with Path(os.devnull).open("w") as nowhere:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
         return 1
+    except OSError as error:  # such as a full disk that the output goes to
+        with Path(os.devnull).open("w") as nowhere:  # what is left of it is not written at the exit
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        sys.stderr.write(f"kvstore: {error}\n")
+        return 1
     except (ConfigError, InvalidArgument) as error:
         sys.stderr.write(f"kvstore: {error}\n")
         return 1 if isinstance(error, NotFound) else 2
@@ -327,7 +332,8 @@ def _confirm(node: Remote) -> None:
         InvalidArgument: this is not a terminal.
         KVStoreError: the answer is no.
     """
-    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+    # A stream that was closed before the start (<&-) is None.
+    if not all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stderr)):
         raise InvalidArgument("--all", "add --yes to empty every space of the node")
     stats = node.get("/v1/stats", NodeStats).value
     sys.stderr.write(

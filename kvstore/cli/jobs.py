@@ -12,6 +12,7 @@ from kvstore.cli.decoding import Reply
 from kvstore.cli.names import PREFIX_MIN
 from kvstore.cli.numbers import count, seconds, size
 from kvstore.cli.remote import Remote
+from kvstore.protocol.errors import PeerUnreachable
 from kvstore.server.answers import JobRow
 
 Verb = Callable[[Remote, argparse.Namespace], Reply[Any]]
@@ -42,7 +43,7 @@ def job_of(node: Remote, at: argparse.Namespace, body: dict[str, Any]) -> Reply[
     job = node.send("POST", f"/v1/{at.verb}", JobRow, body)
     try:
         return job if at.no_wait else node.finished(job, JOB_WAIT_S)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, PeerUnreachable):
         number = job.value.job
         sys.stderr.write(
             f"kvstore: job {number} continues; stop it: kvstore jobs {number} --cancel\n"

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import ssl
 import threading
 import urllib.parse
 from time import monotonic
@@ -82,6 +83,9 @@ class Remote:
             if status >= 300:
                 raise _refusal(status, answer)
             return Reply(json.loads(answer), kind)
+        except ssl.SSLCertVerificationError as error:  # a ValueError, too
+            message = f"the certificate of {self.url} is not valid: {error}"
+            raise PeerUnreachable(message) from error
         except (ValueError, http.client.HTTPException) as error:
             raise PeerUnreachable(_stranger(self.url)) from error
         except OSError as error:
@@ -103,15 +107,23 @@ class Remote:
 
         Returns:
             The last answer, with all entries.
+
+        Raises:
+            PeerUnreachable: what answers is not a node, or repeats a stretch of the listing.
         """
         found: list[Any] = []
         answer: dict[str, Any] = {"next": None}
         while len(found) < limit:
             part = min(_STRETCH_MAX, limit - len(found))
-            answer = self.get(path, kind, **query, cursor=answer["next"], limit=part).raw
+            reply = self.get(path, kind, **query, cursor=answer["next"], limit=part)
+            if not (isinstance(reply.raw, dict) and isinstance(reply.raw.get(name), list)):
+                raise PeerUnreachable(_stranger(self.url))
+            answer = {"next": None, **reply.raw}
             found += answer[name]
             if answer["next"] is None:
                 break
+            if not answer[name]:  # it would be asked for ever
+                raise PeerUnreachable(_stranger(self.url))
         return Reply({**answer, name: found}, kind)
 
     def finished(self, job: Reply[JobRow], wait_s: float) -> Reply[JobRow]:

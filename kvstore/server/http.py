@@ -125,7 +125,7 @@ class HttpServer:
             if self._stopping:
                 return
             self._dispatcher.forget()
-            status = await asyncio.to_thread(self._reap)
+            status = await self._reaped()
             self.restarts += 1
             pause = PAUSE_S if monotonic() - began >= STEADY_S else min(PAUSE_MAX_S, 2 * pause)
             event(log, logging.ERROR, "admin process ended", status=_status(status),
@@ -190,7 +190,7 @@ class HttpServer:
             wait.cancel()
         if not self._serving.is_set():
             channel.close()
-            status = await asyncio.to_thread(self._reap)
+            status = await self._reaped()
             raise TierUnavailable(f"the admin process does not serve HTTP ({_status(status)})")
 
     def _spawn(self) -> socket.socket:
@@ -235,7 +235,20 @@ class HttpServer:
             return child.wait(END_S)
         except subprocess.TimeoutExpired:
             child.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel still holds it
             return child.wait(END_S)
+        return None
+
+    async def _reaped(self) -> int | None:
+        """:meth:`_reap` in a thread; without one, the child is killed and not waited for."""
+        try:
+            return await asyncio.to_thread(self._reap)
+        except RuntimeError:  # no more threads
+            child, self._child = self._child, None
+            if child is None:
+                return None
+            child.kill()
+            return child.poll()
 
     def _received(self, message: FromAdmin) -> None:
         self._silent_s = 0.0

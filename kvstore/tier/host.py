@@ -358,7 +358,11 @@ class HostMemory:
     def _map(self, number: int, descriptor: int) -> int:
         try:
             address = map_shared(descriptor, self._extent_bytes)
-            keep_from_children(address, self._extent_bytes)
+            try:
+                keep_from_children(address, self._extent_bytes)
+            except OSError:
+                unmap(address, self._extent_bytes)
+                raise
         except OSError as error:
             raise TierUnavailable(f"extent {number} cannot be mapped: {error}") from error
         return address

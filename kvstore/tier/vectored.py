@@ -4,13 +4,22 @@ import errno
 import mmap
 from collections.abc import Sequence
 
+from kvstore.protocol.errors import TierUnavailable
 from kvstore.state.tree.places import BLOCK_BYTES
 from kvstore.tier.disk import Disk
 
 
 def aligned(count_bytes: int) -> memoryview:
-    """New zeroed memory, aligned for direct I/O; freed with its last view."""
-    return memoryview(mmap.mmap(-1, count_bytes))
+    """New zeroed memory, aligned for direct I/O; freed with its last view.
+
+    Raises:
+        TierUnavailable: there is no memory now. It ends one job, not the thread that does the jobs.
+    """
+    try:
+        return memoryview(mmap.mmap(-1, count_bytes))
+    except OSError as error:
+        why = f"no memory for {count_bytes} bytes of disk I/O: {error.strerror or error}"
+        raise TierUnavailable(why) from error
 
 
 def write_fully(disk: Disk, descriptor: int, buffers: Sequence[memoryview], offset: int) -> None:

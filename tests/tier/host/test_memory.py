@@ -8,6 +8,7 @@ import resource
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -349,3 +350,21 @@ def test_without_the_native_mover_nothing_is_written_to_memory_that_clients_may_
         memory.close()
 
     assert writes == [False]
+
+
+def test_a_mapping_that_cannot_be_kept_from_children_is_undone(memory, monkeypatch):
+    def refuse(_address: int, _size: int) -> None:
+        raise OSError(errno.ENOMEM, "no")
+
+    def mappings() -> int:
+        return Path("/proc/self/maps").read_text().count("kvstore")
+
+    before = mappings()
+    memory.address(0)
+    assert mappings() == before + 1
+    monkeypatch.setattr(host, "keep_from_children", refuse)
+
+    with pytest.raises(TierUnavailable, match="cannot be mapped"):
+        memory.address(1)
+
+    assert mappings() == before + 1

@@ -10,10 +10,11 @@ from random import Random
 import pytest
 
 from kvstore.protocol.errors import CapacityError, PageCorrupt, TierUnavailable
-from kvstore.state.disk.jobs import DiskSeal, DiskSync, DiskWrite
+from kvstore.state.disk.jobs import DiskCopy, DiskSeal, DiskSync, DiskWrite
 from kvstore.state.tree.places import HEADER_BYTES, Place, record_bytes
 from kvstore.testing.disk import DiskFault, FaultyDisk, SimulatedDisk
 from kvstore.testing.tiers import SLOT, PageInMemory, TierDriver, laid_out
+from kvstore.tier import vectored
 from kvstore.tier.directories import Directory
 from kvstore.tier.record import segment_name
 from kvstore.tier.ssd import JOBS_MAX, SSDLog
@@ -355,3 +356,28 @@ def test_what_is_not_a_whole_block_is_padded_with_zeros_not_with_what_lies_behin
 
         stored = disk.read_file(HOME / "0" / segment_name(segment))[HEADER_BYTES:][:4096]
         assert stored == page.content + bytes(4096 - used)
+
+
+def test_a_job_that_finds_no_memory_fails_alone(disk, monkeypatch):
+    class NoMemory:
+        calls = 0
+
+        def mmap(self, *_arguments: int) -> None:
+            self.calls += 1
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    driver = TierDriver(recovered(disk))
+    placed = laid_out(0, pages(1))
+    assert driver.write(*placed)[0].error is None
+    ((source, page),) = placed
+    later = Place(0, source.offset + page.record.length)
+    missing = NoMemory()
+    with monkeypatch.context() as patched:
+        patched.setattr(vectored, "mmap", missing)
+        (copied,) = driver.run(lambda job: DiskCopy(job, source, later, page.record))
+        buried = driver.tombstone(later, bytes(32))
+    assert missing.calls >= 2
+
+    assert [type(one.error) for one in (copied, buried)] == [TierUnavailable] * 2
+    assert driver.run(lambda job: DiskCopy(job, source, later, page.record))[0].error is None
+    assert_reads_back(driver, later, page)

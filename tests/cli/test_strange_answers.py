@@ -1,0 +1,72 @@
+"""Goal: whatever answers the command ``kvstore``, and wherever it prints, it ends with a reason."""
+
+import ssl
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvstore.cli import main
+from kvstore.cli.decoding import Reply
+from kvstore.cli.remote import Remote
+from kvstore.protocol.errors import PeerUnreachable
+from kvstore.server import client
+
+URL = "http://127.0.0.1:1"
+
+
+@pytest.mark.parametrize("answer", [b"{}", b"[]", b"3", b'{"spaces": [], "next": 7}'])
+def test_a_listing_that_is_not_of_a_node_is_said(answer, monkeypatch, capsys):
+    asked: list[object] = []
+
+    def send(*to, **_how):
+        asked.append(to)
+        assert len(asked) < 50, "it is asked without end"
+        return 200, answer
+
+    monkeypatch.setattr(client, "send", send)
+
+    assert main(["spaces", "--url", URL]) == 1
+    assert "is not the HTTP API of a node" in capsys.readouterr().err
+
+
+def test_a_certificate_that_is_not_valid_is_named(monkeypatch, capsys):
+    def send(*_to, **_how):
+        raise ssl.SSLCertVerificationError(1, "certificate verify failed: self-signed certificate")
+
+    monkeypatch.setattr(client, "send", send)
+
+    assert main(["stats", "--url", "https://127.0.0.1:1"]) == 1
+    said = capsys.readouterr().err
+    assert "certificate of https://127.0.0.1:1" in said
+    assert "self-signed" in said
+
+
+def test_a_full_disk_of_the_output_is_said(monkeypatch, capsys):
+    with Path("/dev/full").open("w") as full, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", full)
+
+        assert main(["stats", "--json", "--url", URL]) == 1, "no node"
+        patched.setattr(client, "send", lambda *_to, **_how: (200, b"{}"))
+        assert main(["stats", "--json", "--url", URL]) == 1
+    assert "No space left on device" in capsys.readouterr().err
+
+
+def test_emptying_a_node_without_standard_input_needs_a_word(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", None)
+
+    assert main(["clear", "--all", "--url", URL]) == 2
+    assert "--yes" in capsys.readouterr().err
+
+
+def test_whoever_waits_for_a_silent_node_is_told_that_the_job_goes_on(monkeypatch, capsys):
+    def silent(_self, _job, _wait):
+        raise PeerUnreachable("timed out")
+
+    row = {"job": 17, "kind": "verify", "state": "running", "subject": {}, "done": 0,
+           "total": 1, "result": {}, "error": None, "seconds": 0.0}  # fmt: skip
+    monkeypatch.setattr(Remote, "send", lambda _self, _method, _path, kind, _body: Reply(row, kind))
+    monkeypatch.setattr(Remote, "finished", silent)
+
+    assert main(["verify", "--url", URL]) == 1
+    assert "job 17 continues; stop it: kvstore jobs 17 --cancel" in capsys.readouterr().err
