@@ -12,8 +12,8 @@ from typing import Final
 
 YOUNG: Final = 2_000
 """Objects allocated between two collections of generation 0."""
-YOUNG_ROUNDS: Final = 1
-"""Collections of generation 0 between two of generation 1, which look at 6,000 objects."""
+YOUNG_ROUNDS: Final = 4
+"""Collections of generation 0 between two of generation 1, which take a millisecond."""
 NEVER: Final = 1 << 30
 """Collections of generation 1 between two of generation 2."""
 
