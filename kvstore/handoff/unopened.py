@@ -20,12 +20,12 @@ ROOMS_MAX = 512
 BLOCKS_MAX = 4 << 20
 """And how many blocks these have announced together: a peer must not use up our memory."""
 MISSED_KEPT = 4_096
-"""Maximum remembered rooms that ended before they were opened; the last ones."""
+"""Maximum remembered rooms that ended or were refused before they were opened; the last ones."""
 WHY_GAVE_WAY: Final = "it has not come here, and other peers have fewer such requests"
 
 
 class MissedRooms:
-    """Rooms that ended before the engine opened them, and why.
+    """Rooms that ended or were refused before the engine opened them, and why.
 
     Their requests may still arrive: each is then a failed handoff, and not an error of the caller.
     """

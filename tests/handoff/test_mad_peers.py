@@ -16,7 +16,14 @@ from kvstore.handoff.connecting import PURPOSES
 from kvstore.handoff.decode import DecodeManager
 from kvstore.handoff.greeting import SealedStream
 from kvstore.handoff.listening import GREETINGS_MAX
-from kvstore.handoff.messages import Announce, HandoffPing, RenewRoom, encode_message
+from kvstore.handoff.messages import (
+    Announce,
+    Drained,
+    Failed,
+    HandoffPing,
+    RenewRoom,
+    encode_message,
+)
 from kvstore.handoff.ranks import plan_ranks
 from kvstore.handoff.rooms import ROOM_MAX
 from kvstore.handoff.sending import Senders
@@ -365,3 +372,20 @@ def test_blocks_that_are_too_many_are_counted_before_they_are_read(states, monke
     core.open(1, 48, 0)
     message = Announce(1, 48, 0, b"" if states else bytes(4 << 20), 0, None, states)
     assert codes_of(core.received(b"L", message, 0)) == ["refused"]
+
+
+def test_a_room_that_was_refused_stays_refused_when_a_place_is_free(monkeypatch):
+    """Decode has its blocks back by then: what it sent before it knew must start nothing."""
+    monkeypatch.setattr(unopened, "ROOMS_MAX", 1)
+    core = Senders(SHAPE, Patience())
+    core.received(b"L", RenewRoom(1), 0)
+    answers = [core.received(b"L", RenewRoom(2), 0)]
+    core.open(1, 16, 0)
+    answers.append(core.received(b"L", announce(2, [3]), 0))
+
+    kinds = [[type(one.message) for one in answer] for answer in answers]
+    assert kinds == [[Failed, Drained]] * 2
+    progress, _ = core.open(2, 16, 0)
+    assert progress.state == State.FAILED
+    assert core.push(2, range(1), range(1), [0], np.zeros(0, dtype=np.uint64), 0) == []
+    core.check()
