@@ -164,8 +164,7 @@ class SecondsChooser:
             pairs: engines that could serve it, whether the prefill engines have room or not; and
                 the same as arrays.
             now: time on the clock of the deadlines.
-            following: rows of requests that are probably considered next, of any key; they are
-                priced together with this one.
+            following: rows of those that are probably next; they are priced with this one.
         """
         key = (waiting.models[row], waiting.excluded[row])
         if key not in self._choices:
@@ -186,13 +185,12 @@ class SecondsChooser:
         if not choices.rows.firsts or in_vain:
             return ChosenEngines(full=True)
         several = self._priced_with(waiting, row, following, choices.rows)
-        at = several.at[row]
-        prompt = several.block.prompts[at]
-        alike = self._alike_of(key, prompt, several.reused[at])
+        prompt = several.block.prompts[several.at[row]]
+        alike = self._alike_of(key, prompt, several.reused[several.at[row]])
         if self._late and alike.waits():
             self._prices.think(alike.row, alike.seconds, alike.new_tokens, NO_KEYS)
             return ChosenEngines()
-        priced = self._prices.priced(several.block, at)
+        priced = self._prices.priced(several.block, several.at[row])
         costs = self._policy.costs(waiting, row, _NOBODY._replace(terms=priced.terms))
         first = self._least((*costs, choices.full), choices.rows.firsts)
         at = choices.rows.at[first]

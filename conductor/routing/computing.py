@@ -1,4 +1,4 @@
-"""How many seconds engines would take to compute prompts if no others came before them. Pure.
+"""How long engines would take to compute prompts if no others came before. Pure.
 
 Several prompts are priced at once: in a round with a long queue, each array operation on one prompt
 takes longer to call than to compute.

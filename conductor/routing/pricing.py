@@ -236,30 +236,32 @@ class Prices:
         tbt_s = np.empty(known.prefix.shape)
         tbt_s[:] = fixed.step_s
         handoffs = []
-        if choices.parts:
-            token_s = fixed.token_bytes / fixed.network_bytes_per_s
         for mine, decode in choices.parts:
-            comes_s = self._comes_s(decode, columns)
-            full, seconds = self._decoding(decode, comes_s, columns)
-            best = seconds.argmin(axis=1)
-            for row in np.flatnonzero(full.any(axis=1)).tolist():
-                best[row] = np.lexsort((seconds[row], full[row]))[0]
-            each, there = np.arange(len(prompts)), self._of(decode)
-            moved = self._moved(decode, columns)[each, best]
-            factor = there.handoff_factor[best] * moved
-            handoffs.append(
-                BlockHandoffs(
-                    mine, comes_s[each, best], there.handoff_s[best],
-                    factor[:, None] * token_s[mine],
-                )
-            )  # fmt: skip
-            tbt_s[:, mine] = there.step_s[best][:, None]
+            one, its_tbt_s = self._handoffs(columns, rows, mine, decode)
+            handoffs.append(one)
+            tbt_s[:, mine] = its_tbt_s[:, None]
         return Block(
             prompts, choices, known,
             fetch_s=np.maximum(known.fetch_s - self.backlog_s.take(rows), 0.0),
             new_tokens=np.maximum(columns.tokens - known.prefix, 0.0),
             tbt_s=tbt_s, handoffs=handoffs,
         )  # fmt: skip
+
+    def _handoffs(
+        self, columns: PromptColumns, rows: Rows, mine: slice, decode: Rows
+    ) -> tuple[BlockHandoffs, Column]:
+        """Handoffs from some engines to the best one for each prompt, and seconds of its steps."""
+        comes_s, firsts = self._comes_s(decode, columns), self._of(rows)
+        full, seconds = self._decoding(decode, comes_s, columns)
+        best = seconds.argmin(axis=1)
+        for row in np.flatnonzero(full.any(axis=1)).tolist():
+            best[row] = np.lexsort((seconds[row], full[row]))[0]
+        each, there = np.arange(len(best)), self._of(decode)
+        factor = there.handoff_factor[best] * self._moved(decode, columns)[each, best]
+        token_s = (firsts.token_bytes / firsts.network_bytes_per_s)[mine]
+        sends_s = factor[:, None] * token_s
+        found = BlockHandoffs(mine, comes_s[each, best], there.handoff_s[best], sends_s)
+        return found, there.step_s[best]
 
     def priced(self, block: Block, row: int) -> PricedEngines:
         """The times for one prompt of a block: with the best decode engine after each engine."""
