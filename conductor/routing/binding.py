@@ -161,8 +161,7 @@ class SecondsChooser:
         Args:
             waiting: the requests.
             row: of this one.
-            pairs: engines that could serve it, whether the prefill engines have room or not; and
-                the same as arrays.
+            pairs: engines that could serve it, whether they have room or not; and as arrays.
             now: time on the clock of the deadlines.
             following: rows of those that are probably next; they are priced with this one.
         """
