@@ -9,9 +9,10 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from conductor.routing.columns import NO_KEYS, Column, Eligible, View, Waiting
+from conductor.routing.computing import Prompt
 from conductor.routing.groups import PairRows, Pairs, Rows, pair_rows, serving
 from conductor.routing.policy import Binding, Policy
-from conductor.routing.pricing import PricedEngines, Prices, Prompt
+from conductor.routing.pricing import Block, PricedEngines, Prices
 from kvstore.index.layout import Flags
 
 AHEAD_S: Final = 0.1
@@ -28,9 +29,14 @@ _IN_VAIN_MAX: Final = 48
 _ALIKE_ASKED: Final = 4
 """Of the requests that would reuse the same prefix, only this many are examined one after another;
 then the 8th, the 16th and so on. Those between wait with the one before them."""
+AHEAD_MAX: Final = 64
+"""Requests that are priced at once. The first one is priced alone, as it often gets an engine; each
+time that is not enough, four times as many."""
 _NOTHING: Final = np.zeros(0)
 _NOBODY: Final = Eligible([], _NOTHING, _NOTHING, _NOTHING, _NOTHING, _NOTHING)
 """Policies with costs in seconds need nothing but these."""
+
+_NONE: Final = frozenset[str]()
 
 Key = tuple[str, frozenset[str]]
 """Model, and engines that have failed: the same engines can serve requests with equal ones."""
@@ -94,6 +100,20 @@ class _Alike:
         return self.count > _ALIKE_ASKED and self.count & (self.count - 1) != 0
 
 
+class _Priced(NamedTuple):
+    """Requests that are priced together, until the next assignment.
+
+    Attributes:
+        at: the position of each request, by its row.
+        reused: tokens of each prompt that it would reuse where it reuses the most.
+        block: their prices.
+    """
+
+    at: dict[int, int]
+    reused: list[float]
+    block: Block
+
+
 class SecondsChooser:
     """The choices of one call."""
 
@@ -121,6 +141,8 @@ class SecondsChooser:
         self._late = policy.binds is Binding.LATE
         self._prices = Prices(view.costs, policy.fetches)
         self._choices: dict[Key, _Choices] = {}
+        self._priced: _Priced | None = None
+        self._ahead = 1  # requests that are priced at once next time
         self._in_vain: Counter[Key] = Counter()
         self._alike: dict[tuple[Key, object], _Alike] = {}
         self._awaited: set[int] = set()  # engines for which requests waited before this call
@@ -132,15 +154,16 @@ class SecondsChooser:
         row: int,
         pairs: Callable[[], tuple[Pairs, PairRows]],
         now: float,
+        following: Sequence[int] = (),
     ) -> ChosenEngines:
         """Choose for one request; the choice counts for later requests.
 
         Args:
             waiting: the requests.
             row: of this one.
-            pairs: engines that could serve it, whether the prefill engines have room or not; and
-                the same as arrays.
+            pairs: engines that could serve it, whether they have room or not; and as arrays.
             now: time on the clock of the deadlines.
+            following: rows of those that are probably next; they are priced with this one.
         """
         key = (waiting.models[row], waiting.excluded[row])
         if key not in self._choices:
@@ -160,12 +183,13 @@ class SecondsChooser:
         in_vain = self._late and (not choices.any_takes or self._in_vain[key] >= _IN_VAIN_MAX)
         if not choices.rows.firsts or in_vain:
             return ChosenEngines(full=True)
-        prompt = prompt_of(self._view, waiting, row)
-        alike = self._alike_of(key, prompt)
+        several = self._priced_with(waiting, row, following, choices.rows)
+        prompt = several.block.prompts[several.at[row]]
+        alike = self._alike_of(key, prompt, several.reused[several.at[row]])
         if self._late and alike.waits():
             self._prices.think(alike.row, alike.seconds, alike.new_tokens, NO_KEYS)
             return ChosenEngines()
-        priced = self._prices.pairs(prompt, choices.rows)
+        priced = self._prices.priced(several.block, several.at[row])
         costs = self._policy.costs(waiting, row, _NOBODY._replace(terms=priced.terms))
         first = self._least((*costs, choices.full), choices.rows.firsts)
         at = choices.rows.at[first]
@@ -179,6 +203,7 @@ class SecondsChooser:
             self._in_vain[key] += 1
             alike.row, alike.seconds, alike.new_tokens = first, seconds, new_tokens
             return ChosenEngines(waits_for=-1 if self._late else first)
+        priced.chosen()
         second = first
         decoders = next(then for some, then in choices.pairs if first in some)
         if decoders:
@@ -190,8 +215,29 @@ class SecondsChooser:
         if second != first:
             self._prices.send(first, second, prompt)
         self._choices.clear()
+        self._priced, self._ahead = None, 1
         alike.count = 0
         return ChosenEngines(first, second, priced)
+
+    def _priced_with(
+        self, waiting: Waiting, row: int, following: Sequence[int], engines: PairRows
+    ) -> _Priced:
+        """A request, priced together with some that can use the same engines, if they follow."""
+        several = self._priced
+        if several is not None and row in several.at and several.block.choices is engines:
+            return several
+        key, rows = (waiting.models[row], waiting.excluded[row]), [row]
+        for one in following[: self._ahead - 1] if not waiting.bound[row] else ():
+            same = (waiting.models[one], waiting.excluded[one]) == key
+            if same and not waiting.bound[one]:
+                rows.append(one)
+        prompts = [prompt_of(self._view, waiting, one) for one in rows]
+        most = [(one.usable + one.peer).max(initial=0.0) for one in prompts]
+        at = {one: position for position, one in enumerate(rows)}
+        several = _Priced(at, most, self._prices.block(prompts, engines))
+        if not waiting.bound[row]:
+            self._priced, self._ahead = several, min(4 * self._ahead, AHEAD_MAX)
+        return several
 
     def _possible(
         self, pairs: Pairs, rows: PairRows, takers: Collection[int] | None = None
@@ -204,9 +250,9 @@ class SecondsChooser:
         full = (~self._room.take(rows.rows)).astype(np.float64)
         return _Choices(pairs, rows, takes, bool(takes.any()), full)
 
-    def _alike_of(self, key: Key, prompt: Prompt) -> _Alike:
+    def _alike_of(self, key: Key, prompt: Prompt, reused: float) -> _Alike:
         """Those before with the same key that would reuse the same prefix, in tokens or pages."""
-        pages, reused = len(prompt.keys), float((prompt.usable + prompt.peer).max(initial=0.0))
+        pages = len(prompt.keys)
         page = min(pages, int(reused * pages / max(1, prompt.tokens)))
         prefix = int(prompt.keys[page - 1]) if page else 0
         return self._alike.setdefault((key, prefix), _Alike())
@@ -268,15 +314,21 @@ def least_seconds(
     """
     if not rows or policy.fetches is None or view.costs is None:
         return [0.0] * len(rows)
-    prices, seconds = Prices(view.costs, policy.fetches), []
-    for row in rows:
-        firsts = serving(view, waiting.models[row]).computing
+    prices, together = Prices(view.costs, policy.fetches), dict[Key | int, list[int]]()
+    seconds = [0.0] * len(rows)
+    for position, row in enumerate(rows):
         bound = view.row_of(waiting.bound[row]) if waiting.bound[row] else None
-        if firsts.firsts:
-            engines = firsts.rows if bound is None else np.array([bound], dtype=np.intp)
-            seconds.append(prices.least_s(prompt_of(view, waiting, row), engines))
+        engines = (waiting.models[row], _NONE) if bound is None else bound
+        if serving(view, waiting.models[row]).firsts:
+            together.setdefault(engines, []).append(position)
+    for engines, positions in together.items():
+        if isinstance(engines, int):
+            where = np.array([engines], dtype=np.intp)
         else:
-            seconds.append(0.0)
+            where = serving(view, engines[0]).computing.rows
+        prompts = [prompt_of(view, waiting, rows[one]) for one in positions]
+        for one, least_s in zip(positions, prices.least_s(prompts, where), strict=True):
+            seconds[one] = least_s
     return seconds
 
 

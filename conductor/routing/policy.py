@@ -29,8 +29,9 @@ are several columns, a later one counts where the earlier ones are equal."""
 
 
 Fetches = Callable[[Column, Column, Column, Column], npt.NDArray[np.bool_]]
-"""Which engines fetch the part of a prompt that another node has, [engines]. It gets the tokens
-that they have, and those that they would have then; the seconds if they fetch, and if not."""
+"""Which engines fetch the part of prompts that another node has, [prompts, engines]. It gets the
+tokens that they have, and those that they would have then; the seconds if they fetch, and if not.
+"""
 
 
 class Binding(enum.StrEnum):
@@ -150,7 +151,7 @@ def _first_tokens(_: Waiting, __: int, engines: Eligible) -> Sequence[Column]:
 
 def never_fetches(usable: Column, _: Column, __: Column, ___: Column) -> npt.NDArray[np.bool_]:
     """No engine fetches."""
-    return np.zeros(len(usable), dtype=np.bool_)
+    return np.zeros(usable.shape, dtype=np.bool_)
 
 
 def _much_longer(usable: Column, reached: Column, _: Column, __: Column) -> npt.NDArray[np.bool_]:

@@ -5,16 +5,23 @@ requests that are considered earlier.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from conductor.routing.columns import Column, CostColumns, CostInputs, Terms
+from conductor.routing.computing import (
+    Computing,
+    Prompt,
+    PromptColumns,
+    computing,
+    prompt_columns,
+)
 from conductor.routing.groups import PairRows, Rows
 from conductor.routing.moving import FetchedTokens
-from conductor.routing.policy import Fetches, sooner
+from conductor.routing.policy import Fetches
 from conductor.routing.together import LastSteps
 from kvstore.index.layout import Words
 
@@ -24,52 +31,16 @@ _HANDOFF: Final = Terms._fields.index("handoff_s")
 _TBT: Final = Terms._fields.index("tbt_s")
 _PROMPTS_COMPARED: Final = 8
 """Prompts of this call that later ones are compared with."""
+_NOTHING: Final[Mapping[int, float]] = {}
 
 
-class Prompt(NamedTuple):
-    """The prompt of a request.
-
-    Attributes:
-        tokens: their number; 0 = unknown.
-        usable: how much of it each engine has; float64 [engines].
-        peer: how much more its node could fetch; likewise.
-        held: how much of it each engine has now; likewise.
-        at_node: of ``usable``, what the engine's node has in memory and on disk; float64
-            [2, engines]; None = nothing.
-        keys: a chain value for each of its leading pages.
-        output: tokens that its answer is expected to have.
-    """
-
-    tokens: int
-    usable: Column
-    peer: Column
-    held: Column
-    at_node: Column | None
-    keys: Words
-    output: float
-
-
-class Computing(NamedTuple):
-    """The estimated times of some engines to compute one prompt, if no other one comes before it.
-
-    Attributes:
-        prompt: the prompt.
-        rows: rows of the engines.
-        fetches: decides whether they fetch.
-        fetch_s: seconds to fetch.
-        prefill_s: see :class:`Terms`.
-        prefix: prompt tokens that it need not compute.
-        fetched: number of these tokens that each engine fetches from the memory of its node, from
-            its disk, and from another node; float64 [3, engines].
-    """
+class _Kept(NamedTuple):
+    """What was found out of one prompt."""
 
     prompt: Prompt
     rows: Rows
     fetches: Fetches
-    fetch_s: Column
-    prefill_s: Column
-    prefix: Column
-    fetched: Column
+    found: Computing
 
     def fits(self, prompt: Prompt, rows: Rows, fetches: Fetches) -> bool:
         """Whether it is of this prompt, of these engines."""
@@ -121,6 +92,45 @@ class Decoding(NamedTuple):
     tbt_s: Column
 
 
+class Block(NamedTuple):
+    """The estimated times of some engines for several prompts, until the next assignment.
+
+    Attributes:
+        prompts: the prompts.
+        choices: engines that could compute them, and those that could decode after these.
+        known: see :class:`Computing`.
+        fetch_s: seconds to fetch that are left when the engine's present prompts are computed;
+            float64 [prompts, engines].
+        new_tokens: prompt tokens that they compute, likewise.
+        tbt_s: between two tokens where the prompts would decode, likewise.
+        handoffs: of each part of ``choices``.
+    """
+
+    prompts: Sequence[Prompt]
+    choices: PairRows
+    known: Computing
+    fetch_s: Column
+    new_tokens: Column
+    tbt_s: Column
+    handoffs: "Sequence[BlockHandoffs]"
+
+
+class BlockHandoffs(NamedTuple):
+    """Handoffs from some of the engines of a :class:`Block` to the best decode engine.
+
+    Attributes:
+        mine: positions of these engines.
+        comes_s: seconds by the link of the decode engine; float64 [prompts].
+        constant_s: seconds by the links of these engines without the bytes, likewise.
+        sends_s: seconds of the bytes there; float64 [prompts, engines].
+    """
+
+    mine: slice
+    comes_s: Column
+    constant_s: Column
+    sends_s: Column
+
+
 class PricedEngines:
     """The estimated times of some engines for one request, in columns.
 
@@ -131,23 +141,34 @@ class PricedEngines:
             to each, and between two tokens there; None = nothing was chosen, or one that decodes.
     """
 
-    def __init__(self, computing: Computing, terms: Terms) -> None:
-        self.rows = computing.rows
+    def __init__(self, block: Block, row: int, terms: Terms) -> None:
+        self.rows = block.choices.rows
         self.terms = terms
         self.decoders: tuple[Rows, Column, Column] | None = None
-        self._computing = computing
+        self._block: Block | None = block
+        self._row = row
+        self._known: Computing | None = None
 
     def new_tokens(self, at: int) -> float:
         """Prompt tokens that the engine at a position computes."""
-        return max(0.0, self._computing.prompt.tokens - float(self._computing.prefix[at]))
+        assert self._block is not None
+        return float(self._block.new_tokens[self._row, at])
 
     def shared_s(self, at: int) -> float:
         """How many seconds less it takes there because others are computed in the same step."""
-        return float(self._computing.prefill_s[at] - self.terms.prefill_s[at])
+        assert self._block is not None
+        return float(self._block.known.prefill_s[self._row, at] - self.terms.prefill_s[at])
+
+    def chosen(self) -> None:
+        """The request gets an engine: keep what :meth:`at` and :meth:`shown` need, and no more."""
+        assert self._block is not None
+        self._known, self._block = self._block.known.of(self._row), None
+        self.terms = Terms._make([one.copy() for one in self.terms])
 
     def at(self, row: int) -> PricedPrompt:
-        """Of one engine."""
-        at, mine = int(np.flatnonzero(self.rows == row)[0]), self._computing
+        """Of one engine, after :meth:`chosen`."""
+        at, mine = int(np.flatnonzero(self.rows == row)[0]), self._known
+        assert mine is not None
         return PricedPrompt(
             int(mine.prefix[at]), FetchedTokens(*mine.fetched[:, at].tolist()),
             float(mine.fetch_s[at]), float(mine.prefill_s[at]), float(self.terms.ttft_s[at]),
@@ -188,43 +209,91 @@ class Prices:
         if self._kept.all is None:
             self._kept.all = np.array(costs.inputs)
         self._thought_s = costs.backlog_s + inputs.others_s
-        self._given: deque[tuple[int, Words]] = deque(maxlen=_PROMPTS_COMPARED)
+        self._given: deque[tuple[int, int, Words]] = deque(maxlen=_PROMPTS_COMPARED)
         self.backlog_s = costs.backlog_s.copy()
         self.steps, self._thought_steps = LastSteps(costs.steps), LastSteps(costs.steps)
 
     def pairs(self, prompt: Prompt, choices: PairRows) -> PricedEngines:
-        """The estimated times for a prompt: for each engine, with the best decode engine after it.
+        """The estimated times for one prompt; see :meth:`block` and :meth:`priced`."""
+        return self.priced(self.block([prompt], choices), 0)
+
+    def block(
+        self,
+        prompts: Sequence[Prompt],
+        choices: PairRows,
+        expected: Mapping[int, float] = _NOTHING,
+    ) -> Block:
+        """What the times for some prompts have in common until the next :meth:`give`.
 
         Args:
-            prompt: the prompt.
-            choices: engines that could compute it, and those that could decode after them.
+            prompts: the prompts.
+            choices: engines that could compute them, and those that could decode after these.
+            expected: row of an engine → tokens of each of these prompts that it will have.
         """
-        rows = choices.rows
-        handoff_s, tbt_s = np.zeros(len(rows)), self._of(rows).step_s.copy()
-        known = self._alone(prompt, rows)
-        fetch_s = np.maximum(known.fetch_s - self.backlog_s.take(rows), 0.0)
-        before_s = token_s = handoff_s
-        if choices.parts:
-            computed_s = self._thought_s.take(rows) + fetch_s + known.prefill_s
-            before_s = np.maximum(self._leaving_s.take(rows) - computed_s, 0.0)
-            token_s = self._of(rows).token_bytes / self._of(rows).network_bytes_per_s
+        rows, columns = choices.rows, prompt_columns(prompts)
+        known = self._alone(prompts, columns, rows, expected)
+        fixed = self._of(rows)
+        tbt_s = np.empty(known.prefix.shape)
+        tbt_s[:] = fixed.step_s
+        handoffs = []
         for mine, decode in choices.parts:
-            comes_s = self._comes_s(decode, prompt)
-            full, seconds = self._decoding(decode, comes_s, prompt)
-            best = int(seconds.argmin())
-            if full.any():
-                best = int(np.lexsort((seconds, full))[0])
-            fixed, moved = self._of(decode), self._moved(decode, prompt)
-            sends_s = fixed.handoff_s[best] + before_s[mine]
-            sends_s += fixed.handoff_factor[best] * moved[best] * token_s[mine]
-            handoff_s[mine] = np.maximum(comes_s[best], sends_s)
-            tbt_s[mine] = fixed.step_s[best]
-        return self._computing(known, fetch_s, handoff_s, tbt_s)
+            one, its_tbt_s = self._handoffs(columns, rows, mine, decode)
+            handoffs.append(one)
+            tbt_s[:, mine] = its_tbt_s[:, None]
+        return Block(
+            prompts, choices, known,
+            fetch_s=np.maximum(known.fetch_s - self.backlog_s.take(rows), 0.0),
+            new_tokens=np.maximum(columns.tokens - known.prefix, 0.0),
+            tbt_s=tbt_s, handoffs=handoffs,
+        )  # fmt: skip
 
-    def least_s(self, prompt: Prompt, rows: Rows) -> float:
-        """Seconds of a prompt at that of some engines that needs the fewest, queues left out."""
-        found = self._alone(prompt, rows)
-        return float((found.fetch_s + found.prefill_s).min())
+    def _handoffs(
+        self, columns: PromptColumns, rows: Rows, mine: slice, decode: Rows
+    ) -> tuple[BlockHandoffs, Column]:
+        """Handoffs from some engines to the best one for each prompt, and seconds of its steps."""
+        comes_s, firsts = self._comes_s(decode, columns), self._of(rows)
+        full, seconds = self._decoding(decode, comes_s, columns)
+        best = seconds.argmin(axis=1)
+        for row in np.flatnonzero(full.any(axis=1)).tolist():
+            best[row] = np.lexsort((seconds[row], full[row]))[0]
+        each, there = np.arange(len(best)), self._of(decode)
+        factor = there.handoff_factor[best] * self._moved(decode, columns)[each, best]
+        token_s = (firsts.token_bytes / firsts.network_bytes_per_s)[mine]
+        sends_s = factor[:, None] * token_s
+        found = BlockHandoffs(mine, comes_s[each, best], there.handoff_s[best], sends_s)
+        return found, there.step_s[best]
+
+    def priced(self, block: Block, row: int) -> PricedEngines:
+        """The times for one prompt of a block: with the best decode engine after each engine."""
+        prompt, choices = block.prompts[row], block.choices
+        expected = self._expected(prompt)
+        if expected:
+            block, row = self.block([prompt], choices, expected), 0
+        rows = choices.rows
+        queue_s = self._thought_s.take(rows)
+        fetch_s, own_s = block.fetch_s[row], block.known.prefill_s[row]
+        handoff_s = np.zeros(len(rows))
+        if block.handoffs:
+            computed_s = queue_s + fetch_s + own_s
+            before_s = np.maximum(self._leaving_s.take(rows) - computed_s, 0.0)
+            for mine, comes_s, constant_s, sends_s in block.handoffs:
+                sent_s = constant_s[row] + before_s[mine] + sends_s[row]
+                handoff_s[mine] = np.maximum(comes_s[row], sent_s)
+        fixed = self._of(rows)
+        if self._thought_steps.may_be_open:
+            shared_s = self._thought_steps.shared_s(rows, block.new_tokens[row], fixed)
+            if shared_s is not None:
+                own_s = np.maximum(own_s - np.where(fetch_s > 0.0, 0.0, shared_s), 0.0)
+        late = np.minimum(fixed.late_most, own_s * (fixed.late_per_s + own_s * fixed.late_per_s2))
+        late_s = late * self._costs.usual_s
+        terms = Terms(queue_s, fetch_s, own_s, handoff_s, block.tbt_s[row], late_s)
+        return PricedEngines(block, row, terms)
+
+    def least_s(self, prompts: Sequence[Prompt], rows: Rows) -> list[float]:
+        """Seconds of each prompt at that of some engines that needs the fewest, queues left out."""
+        found = self._alone(prompts, prompt_columns(prompts), rows, _NOTHING)
+        least: list[float] = (found.fetch_s + found.prefill_s).min(axis=1).tolist()
+        return least
 
     def _of(self, rows: Rows) -> CostInputs[Column]:
         """The costs of some engines at the beginning of the call."""
@@ -271,112 +340,39 @@ class Prices:
         decode = np.array(seconds, dtype=np.intp)
         return self._decoding(decode, self._comes_s(decode, prompt), prompt)
 
-    def _computing(
-        self, known: Computing, fetch_s: Column, handoff_s: Column, tbt_s: Column
-    ) -> PricedEngines:
-        queue_s = self._thought_s.take(known.rows)
-        fixed, own_s = self._of(known.rows), known.prefill_s
-        if self._thought_steps.may_be_open:
-            new = np.maximum(known.prompt.tokens - known.prefix, 0.0)
-            shared_s = self._thought_steps.shared_s(known.rows, new, fixed)
-            own_s = np.maximum(own_s - np.where(fetch_s > 0.0, 0.0, shared_s), 0.0)
-        late = np.minimum(fixed.late_most, own_s * (fixed.late_per_s + own_s * fixed.late_per_s2))
-        late_s = late * self._costs.usual_s
-        return PricedEngines(known, Terms(queue_s, fetch_s, own_s, handoff_s, tbt_s, late_s))
-
-    def _alone(self, prompt: Prompt, rows: Rows) -> Computing:
-        """The estimated times of engines to compute a prompt, without queues."""
-        if self._sent or (len(prompt.keys) and self._given):
-            return self._computed(prompt, rows)
-        kept: Computing | None = self._kept.computing
-        if kept is None or not kept.fits(prompt, rows, self._fetches):
-            kept = self._kept.computing = self._computed(prompt, rows)
-        return kept
-
-    def _computed(self, prompt: Prompt, rows: Rows) -> Computing:
-        tokens, last = prompt.tokens, max(0, prompt.tokens - 1)
-        usable, peer = prompt.usable.take(rows), prompt.peer.take(rows)
-        memory = disk = None
-        if prompt.at_node is not None:
-            memory, disk = prompt.at_node.take(rows, axis=1)
-            usable -= memory + disk
-        if len(prompt.keys) and self._given:
-            self._expect(usable, rows, prompt)
-        np.minimum(usable, last, out=usable)
-        fetched, zeros = np.zeros((3, len(rows))), np.zeros(len(rows))
-        found = Computing(
-            prompt, rows, self._fetches, zeros, self._prefill_s(rows, tokens, usable), usable,
-            fetched,
-        )  # fmt: skip
-        ends = np.minimum(prompt.usable.take(rows), last)
-        if memory is not None and disk is not None:
-            fixed = self._of(rows)
-            own = prompt.usable.take(rows) - disk
-            ahead = (
-                (fixed.memory_byte_s, fixed.memory_bytes),
-                (fixed.disk_byte_s, fixed.disk_bytes),
-            )
-            for kind, (end, (byte_s, before)) in enumerate(zip((own, ends), ahead, strict=True)):
-                end = np.minimum(end, last)
-                found = self._fetching(found, kind, end, byte_s, before, sooner)
-        if not peer.any():
-            return found
-        there = np.where(found.prefix >= ends, ends + peer, 0.0)
-        before = self._coming_bytes[rows]
-        byte_s = self._of(rows).network_byte_s
-        return self._fetching(found, 2, np.minimum(there, last), byte_s, before, self._fetches)
-
-    def _fetching(
+    def _alone(
         self,
-        found: Computing,
-        kind: int,
-        end: Column,
-        byte_s: Column,
-        ahead: Column,
-        wanted: Fetches,
+        prompts: Sequence[Prompt],
+        columns: PromptColumns,
+        rows: Rows,
+        expected: Mapping[int, float],
     ) -> Computing:
-        """What engines take if those for which it is ``wanted`` fetch one more part of the prompt.
+        """The estimated times of engines to compute prompts, without queues."""
+        kept: _Kept | None = self._kept.computing
+        keeps = len(prompts) == 1 and not expected and not self._sent
+        if keeps and kept is not None and kept.fits(prompts[0], rows, self._fetches):
+            return kept.found
+        coming_bytes = self._coming_bytes.take(rows)
+        found = computing(columns, rows, self._of(rows), coming_bytes, self._fetches, expected)
+        if keeps:
+            self._kept.computing = _Kept(prompts[0], rows, self._fetches, found)
+        return found
 
-        Args:
-            found: what they take without.
-            kind: row of ``fetched``.
-            end: tokens of the prompt up to the end of this part, if it is longer than their prefix.
-            byte_s: seconds of a byte.
-            ahead: bytes that arrive before it.
-            wanted: decides.
-        """
-        more = np.maximum(end - found.prefix, 0.0)
-        if not more.any():
-            return found
-        fixed, rows = self._of(found.rows), found.rows
-        constant_s = np.where(found.fetch_s > 0.0, 0.0, fixed.fetch_s)
-        part_s = constant_s + (more * fixed.token_bytes + ahead) * byte_s
-        rest_s = self._prefill_s(rows, found.prompt.tokens, found.prefix + more)
-        yes = (more > 0.0) & wanted(
-            found.prefix, found.prefix + more, part_s + rest_s, found.prefill_s
-        )
-        fetched = found.fetched.copy()
-        fetched[kind] = np.where(yes, more, 0.0)
-        return found._replace(
-            fetch_s=found.fetch_s + np.where(yes, part_s, 0.0),
-            prefill_s=np.where(yes, rest_s, found.prefill_s),
-            prefix=found.prefix + fetched[kind],
-            fetched=fetched,
-        )
-
-    def _moved(self, rows: Rows, prompt: Prompt) -> Column:
+    def _moved(self, rows: Rows, prompt: Prompt | PromptColumns) -> Column:
         """Tokens of a prompt that each of these engines would have to get from another."""
-        moved: Column = np.maximum(prompt.tokens - prompt.held[rows], 0.0)
+        moved: Column = np.maximum(prompt.tokens - prompt.held.take(rows, axis=-1), 0.0)
         return moved
 
-    def _comes_s(self, rows: Rows, prompt: Prompt) -> Column:
+    def _comes_s(self, rows: Rows, prompt: Prompt | PromptColumns) -> Column:
         """Seconds until a prompt's KV has arrived at each of these engines, by their links."""
         fixed = self._of(rows)
         size = self._moved(rows, prompt) * fixed.token_bytes + self._coming_bytes[rows]
         seconds: Column = fixed.handoff_s + fixed.handoff_factor * size / fixed.network_bytes_per_s
         return seconds
 
-    def _decoding(self, rows: Rows, comes_s: Column, prompt: Prompt) -> tuple[Column, Column]:
+    def _decoding(
+        self, rows: Rows, comes_s: Column, prompt: Prompt | PromptColumns
+    ) -> tuple[Column, Column]:
         full = (self._kv_room[rows] < prompt.tokens + prompt.output).astype(np.float64)
         return full, comes_s + prompt.output * self._of(rows).step_s
 
@@ -395,7 +391,7 @@ class Prices:
         self._thought_steps.add(row, seconds, new_tokens, begins=not self._thought_s[row])
         self._thought_s[row] += seconds
         if len(keys):
-            self._given.append((row, keys))
+            self._given.append((row, int(keys[0]), keys))
 
     def think_all(self, rows: Sequence[int | None], seconds: Sequence[float]) -> None:
         """Predict that engines get prompts of these seconds later; row None = none does."""
@@ -418,26 +414,20 @@ class Prices:
         self._coming_bytes[row] += moved * costs.token_bytes[row]
         self._kv_room[row] -= prompt.tokens
 
-    def _prefill_s(self, rows: Rows, tokens: int, prefix: Column) -> Column:
-        """Seconds to compute the end of a prompt, as ``CostPrior.prefill_seconds``."""
-        fixed = self._of(rows)
-        new = np.maximum(tokens - prefix, 0.0)
-        pairs = new * (prefix + (new + 1.0) / 2.0)
-        weights_s = np.maximum(fixed.floor_s, fixed.token_s * new)
-        seconds: Column = fixed.constant_s + weights_s + fixed.pair_s * pairs
-        return seconds
-
-    def _expect(self, usable: Column, rows: Rows, prompt: Prompt) -> None:
-        """Count the part of a prompt that engines will have after the prompts of this call."""
-        keys = prompt.keys
+    def _expected(self, prompt: Prompt) -> dict[int, float]:
+        """The engines that will have more of a prompt than now, after the prompts of this call."""
+        keys, expected = prompt.keys, dict[int, float]()
+        if not self._given or not len(keys):
+            return expected
         page_tokens = (
             prompt.tokens // (len(keys) + 1) + 1
         )  # at least so many; the last is not whole
-        for row, given in self._given:
-            if given[0] != keys[0]:  # no later ones are equal then
+        begins = int(keys[0])
+        for row, first, given in self._given:
+            if first != begins:  # no later ones are equal then
                 continue
             size = min(len(given), len(keys))
-            common = int(np.count_nonzero(given[:size] == keys[:size]))
-            if common:
-                at = np.flatnonzero(rows == row)
-                usable[at] = np.maximum(usable[at], common * page_tokens)
+            tokens = int(np.count_nonzero(given[:size] == keys[:size])) * page_tokens
+            if tokens > max(prompt.own(row), expected.get(row, 0.0)):
+                expected[row] = tokens
+        return expected

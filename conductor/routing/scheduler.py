@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from conductor.routing.binding import Key, SecondsChooser, least_seconds
+from conductor.routing.binding import AHEAD_MAX, Key, SecondsChooser, least_seconds
 from conductor.routing.choices import Assign, Choice, Hold, Plan, Reject
 from conductor.routing.columns import (
     NO_PREFIX,
@@ -193,11 +193,12 @@ class _Call:
         """Decide on all; requests that keep waiting are left out."""
         waiting, long = self._waiting, self.first_long(now)
         done: set[int] = set()
-        for row in self._scheduler.order(self._view, waiting, now):
+        order = self._scheduler.order(self._view, waiting, now)
+        for at, row in enumerate(order):
             kind = waiting.kinds[row]
             if kind in done and not (long and waiting.waits_long(row, now)):
                 continue
-            decision = self.decide(row, now)
+            decision = self.decide(row, now, order[at + 1 : at + AHEAD_MAX])
             if not isinstance(decision, Hold) or decision.engine not in ("", waiting.bound[row]):
                 yield decision
             elif kind in self._stuck or self._key(row) in self._full:
@@ -225,8 +226,8 @@ class _Call:
         """Whether an engine has a free place."""
         return bool(self._room[row])
 
-    def decide(self, row: int, now: float) -> Choice:
-        """Decide on one request."""
+    def decide(self, row: int, now: float, following: Sequence[int]) -> Choice:
+        """Decide on one request; those in ``following`` rows are probably considered next."""
         waiting, key = self._waiting, self._key(row)
         if key in self._full:
             return self.hold(row, now, _FULL)
@@ -236,7 +237,7 @@ class _Call:
         if group.why_none:
             return Reject(waiting.numbers[row], group.why_none, self._view.retry_after_s)
         if self._chooser is not None:
-            return self._decide_by_seconds(row, group, self._chooser, now)
+            return self._decide_by_seconds(row, group, self._chooser, now, following)
         firsts = [one for one in group.alone if self.has_room(one)]
         for pairs in group.pairs.values():
             usable = {
@@ -258,10 +259,15 @@ class _Call:
         return self._assign(row, first, second, group)
 
     def _decide_by_seconds(
-        self, row: int, group: EngineGroup, chooser: SecondsChooser, now: float
+        self,
+        row: int,
+        group: EngineGroup,
+        chooser: SecondsChooser,
+        now: float,
+        following: Sequence[int],
     ) -> Choice:
         """Decide on one request; its engine may be one that has no room yet."""
-        chosen = chooser.choose(self._waiting, row, lambda: self._possible(group), now)
+        chosen = chooser.choose(self._waiting, row, lambda: self._possible(group), now, following)
         if chosen.full:
             self._full.add(self._key(row))
         if chosen.first < 0:
@@ -358,7 +364,7 @@ class _Call:
         left: npt.NDArray[np.intp] | None = None
         for column in costs:
             some = column if left is None else column[left]
-            best = np.flatnonzero(some == some.min())
+            best = (some == some.min()).nonzero()[0]
             left = best if left is None else left[best]
             if len(left) == 1:
                 return engines[int(left[0])]

@@ -88,8 +88,10 @@ class LastSteps:
         left: Column = np.where(tokens > 0, np.maximum(STEP_TOKENS - tokens, 0.0), 0.0)
         return left
 
-    def shared_s(self, rows: Rows, new_tokens: Column, costs: CostInputs[Column]) -> Column:
-        """How many seconds less a prompt takes at each of some engines; see :func:`shared_s`.
+    def shared_s(self, rows: Rows, new_tokens: Column, costs: CostInputs[Column]) -> Column | None:
+        """How many seconds less a prompt takes at each of some engines; None = at none.
+
+        See :func:`shared_s`.
 
         Args:
             rows: of the engines.
@@ -99,7 +101,7 @@ class LastSteps:
         before = self.tokens.take(rows)
         fits: Flags = (before > 0) & (before + new_tokens <= STEP_TOKENS)
         if not fits.any():
-            return np.zeros(len(rows))
+            return None
         floor_s, token_s = costs.floor_s, costs.token_s
         together = np.maximum(floor_s, token_s * (before + new_tokens))
         alone = np.maximum(floor_s, token_s * before)
