@@ -326,9 +326,7 @@ class Senders:
         given_up = unopened.make_place(self._rooms.values(), self._links.origin(link))
         if given_up is None or len(self._rooms) - len(given_up) >= ROOMS_MAX:
             # decode frees its blocks when it hears this: what it sent before must start nothing
-            why = "too many handoffs are waiting"
-            failure = self._failure(FailureCode.REFUSED, Layer.PROTOCOL, why)
-            self._missed.add(room, failure, self._rank)
+            self._missed.refuse(room, self._rank)
             return None
         effects += self._give_up(given_up, now_ns)
         return self._add(room, now_ns, link)
@@ -352,8 +350,7 @@ class Senders:
             return []
         if isinstance(message, Abort):
             return [SendTo(link, Drained(room, room in self._doubts))]
-        why = "the room was used before"
-        failure = self._missed.why(room) or self._failure(FailureCode.REFUSED, Layer.PROTOCOL, why)
+        failure = self._missed.why(room) or unopened.refusal(self._rank, unopened.WHY_USED)
         drained = Drained(room, room in self._doubts)
         return [SendTo(link, Failed(room, failure)), SendTo(link, drained)]
 

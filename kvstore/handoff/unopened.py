@@ -22,6 +22,13 @@ BLOCKS_MAX = 4 << 20
 MISSED_KEPT = 4_096
 """Maximum remembered rooms that ended or were refused before they were opened; the last ones."""
 WHY_GAVE_WAY: Final = "it has not come here, and other peers have fewer such requests"
+WHY_FULL: Final = "too many handoffs are waiting"
+WHY_USED: Final = "the room was used before"
+
+
+def refusal(rank: int, why: str) -> HandoffFailure:
+    """What a rank of prefill answers to a handoff that it does not begin."""
+    return HandoffFailure(FailureCode.REFUSED, HandoffSide.PREFILL, rank, Layer.PROTOCOL, why)
 
 
 class MissedRooms:
@@ -48,6 +55,10 @@ class MissedRooms:
         self._why[room] = why
         if len(self._why) > MISSED_KEPT:
             del self._why[next(iter(self._why))]
+
+    def refuse(self, room: int, rank: int) -> None:
+        """Note a room for which there is no place; what decode sends of it later stays refused."""
+        self.add(room, refusal(rank, WHY_FULL), rank)
 
     def why(self, room: int) -> HandoffFailure | None:
         """Why it ended; None = it is not known."""
