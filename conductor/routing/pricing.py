@@ -276,9 +276,9 @@ class Prices:
         if block.handoffs:
             computed_s = queue_s + fetch_s + own_s
             before_s = np.maximum(self._leaving_s.take(rows) - computed_s, 0.0)
-            for mine, comes_s, constant_s, sends_s in block.handoffs:
-                sent_s = constant_s[row] + before_s[mine] + sends_s[row]
-                handoff_s[mine] = np.maximum(comes_s[row], sent_s)
+            for some in block.handoffs:
+                sent_s = some.constant_s[row] + before_s[some.mine] + some.sends_s[row]
+                handoff_s[some.mine] = np.maximum(some.comes_s[row], sent_s)
         fixed = self._of(rows)
         if self._thought_steps.may_be_open:
             shared_s = self._thought_steps.shared_s(rows, block.new_tokens[row], fixed)
