@@ -156,7 +156,7 @@ class PrefixNode:
         if above.below is _NOTHING:
             above.below = {}
         above.below[first] = self
-        above.children_on_disk += self.nears_disk
+        above.children_on_disk += (self.on_disk | self.to_disk) > 0
 
     # ---- keys -------------------------------------------------------------------------------
 

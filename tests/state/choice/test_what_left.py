@@ -92,7 +92,8 @@ def test_leases_that_end_long_before_their_time_leave_no_deadline_behind():
     world.acquire(engine, space, "a")
 
     assert alive(Lease) - before < NODES_MAX
-    world.table.expire(1 << 60)
+    for _ in range(PAGES):  # deadlines of leases that have ended count, too
+        world.table.expire(1 << 60)
     assert world.table.counts["expired_leases"] == 1
 
 
