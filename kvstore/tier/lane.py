@@ -390,7 +390,7 @@ class Lane:
         """Give the ring slices of whole pages; returns the pages of a slice."""
         each = _slice_pages(size)
         if self._slice_bytes < each * size:
-            self._ring = None
+            self._ring, self._slice_bytes = None, 0
             self._ring = self._device.pinned(SLICES * each * size)
             self._slice_bytes = each * size
         assert SLICES * each * size <= len(self._ring)

@@ -72,6 +72,7 @@ class DeviceSlab:
         TierUnavailable: the device does not exist, or has not enough free memory.
     """
 
+    @torch.inference_mode(mode=False)
     def __init__(self, device: str, capacity_bytes: int, *, mapped: bool | None = None) -> None:
         if capacity_bytes < SLOT_ALIGNMENT:
             raise InvalidArgument("device_slab", f"{capacity_bytes} bytes hold no page")

@@ -93,6 +93,18 @@ def test_a_failure_has_a_cause(where, error, cause):
     one.close()
 
 
+def test_small_pages_are_copied_after_memory_for_larger_ones_was_refused():
+    device = LateDevice()
+    one = Lane(device)
+    assert one.speed(SIZE, inwards=True) > 0
+    device.failures.append(("pinned", DeviceUnavailable("cannot be pinned", "memlock")))
+    with pytest.raises(DeviceUnavailable):
+        one.speed(64 << 20, inwards=True)
+
+    assert one.speed(SIZE, inwards=True) > 0
+    one.close()
+
+
 def test_all_lanes_are_closed_though_one_cannot_tell_whether_it_is_idle(monkeypatch):
     """After an error that it cannot recover from, every call of a CUDA device raises it again."""
     closed: list[str] = []

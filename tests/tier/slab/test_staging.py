@@ -5,6 +5,7 @@ The device is played by host memory that is not mapped: all but streams runs as 
 
 import numpy as np
 import pytest
+import torch
 
 from kvstore import mover
 from kvstore.mover.kvpool import KVPool
@@ -64,6 +65,18 @@ def test_a_page_on_its_way_to_a_device_is_read_once(slab, keys, content):
         assert slab.fill(taken, keys, addresses_from(memory.address)) == COUNT
         assert memory.touched.total() <= 1.1 * content.nbytes // 4096
     assert loaded(slab, keys) == [row.tobytes() for row in content]
+
+
+def test_a_slab_that_was_made_in_inference_mode_is_filled_by_any_thread(keys, content):
+    """An engine makes it in the middle of a step; promotions are other threads'."""
+    with torch.inference_mode():
+        slab = DeviceSlab("cpu", 4 << 20, mapped=False)
+    taken = slab.reserve(PAGES, keys, digests(keys, content))
+
+    assert slab.fill(taken, keys, addresses_from(content.ctypes.data)) == COUNT
+    assert slab.stats()["broken"] == ""
+    assert loaded(slab, keys) == [row.tobytes() for row in content]
+    slab.close()
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 4])
