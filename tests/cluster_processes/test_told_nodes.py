@@ -60,7 +60,7 @@ def test_nodes_without_a_list_read_each_others_pages_and_the_dead_are_forgotten_
 
     a.signal(signal.SIGKILL)
     assert wait_for(lambda: names(b) == set(), LEAVE_WAIT_S)
-    assert b.process.stderr.count("node left peer=a") == 1
+    assert wait_for(lambda: b.process.stderr.count("node left peer=a") == 1, LEAVE_WAIT_S)
     a.restart()
     scene.meet(a, b)
 
