@@ -220,7 +220,8 @@ class Sender:
     def _hint(self, run: Run, assign: Assign) -> msgspec.Raw | None:
         """Where the node of the engine that computes the prompt finds more of it; None = nowhere.
 
-        If another node has more leading pages than the engine and its node have.
+        If another node has more leading pages than the engine and its node have, and the policy did
+        not find it faster to compute them.
         """
         engine = self._parts.registry.get(assign.prefill)
         takes = assign.peer_tokens and PROTOCOLS[assign.protocol].takes_hints

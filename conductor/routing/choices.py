@@ -189,8 +189,8 @@ class Assign:
             of ``prefill`` has, and beyond these those that another node has; nothing if the policy
             does not use costs. Engines are not informed: they and their nodes decide themselves.
         peer_tokens: prompt tokens that one other node has beyond the tokens of ``prefill`` and its
-            node; 0 also if the policy does not use prefixes. Engines whose protocol takes hints are
-            told where.
+            node; 0 also if the policy does not use prefixes, or found it faster to compute them.
+            Engines whose protocol takes hints are told where.
         fetch_s: predicted seconds for this fetch; 0 if the policy does not use costs.
         prefill_s: predicted seconds to compute the prompt, likewise.
         ttft_s: predicted seconds until the first token, likewise.

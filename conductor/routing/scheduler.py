@@ -448,5 +448,5 @@ class _Call:
             fetch_s=mine.fetch_s,
             prefill_s=mine.prefill_s,
             ttft_s=mine.ttft_s,
-            peer_tokens=found[0].peer,
+            peer_tokens=found[0].peer if priced is None or mine.fetch.network else 0,
         )

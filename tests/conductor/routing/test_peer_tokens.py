@@ -117,6 +117,28 @@ def test_no_decision_depends_on_what_peers_have(policy: str, tokens: list[tuple[
         assert isinstance(other, Assign)
         assert one == replace(other, candidates=one.candidates, peer_tokens=0)
         if POLICIES[policy].needs_prefixes:
-            assert other.peer_tokens == told[other.prefill].peer
+            by_seconds = POLICIES[policy].fetches is not None  # nothing is faster to fetch here
+            assert other.peer_tokens == (0 if by_seconds else told[other.prefill].peer)
             shown = {candidate.engine: candidate.peer_tokens for candidate in other.candidates}
             assert shown == {name: prefix.peer for name, prefix in told.items()}
+
+
+@pytest.mark.parametrize(
+    ("policy", "usable", "peer", "told"),
+    [
+        ("longest-prefix", 8_192, 512, True),
+        ("cache-local", 0, 30_000, False),
+        ("cache-global", 8_192, 8_000, False),
+        ("cache-global", 8_192, 9_000, True),
+        ("earliest-first-token", 8_192, 16, False),
+        ("earliest-first-token", 8_192, 20_000, True),
+    ],
+)
+def test_an_engine_is_told_of_peers_only_if_it_is_to_fetch_from_one(
+    policy: str, usable: int, peer: int, told: bool
+):
+    matches = {"e": Prefix(usable, 0, usable, None, peer)}
+    [assign] = schedule(policy, [engine("e")], [request(tokens=32_768)], matches)
+    assert isinstance(assign, Assign)
+    assert assign.peer_tokens == (peer if told else 0)
+    assert bool(assign.fetch.network) == (told and POLICIES[policy].fetches is not None)
