@@ -268,11 +268,26 @@ class SecondsChooser:
         delayed_s = float(self._prices.steps.prompts[row] * priced.terms.prefill_s[at])
         return 0.0 < JOINED * delayed_s <= waits * priced.shared_s(at)
 
-    def receiver(self, waiting: Waiting, row: int, seconds: Sequence[int]) -> int:
-        """Row of the best of some engines to decode a request whose KV was computed elsewhere."""
-        return self._least(
-            self._prices.receiving(seconds, prompt_of(self._view, waiting, row)), seconds
-        )
+    def keeps(self, waiting: Waiting, row: int, wanted: int) -> bool:
+        """Whether the engine that was to decode a request has room for the KV that arrives now."""
+        return self._prices.keeps(wanted, waiting.outputs[row])
+
+    def with_room(self, waiting: Waiting, row: int, seconds: Sequence[int]) -> list[int]:
+        """Those of some other engines that have room for this KV."""
+        full, _ = self._prices.receiving(seconds, prompt_of(self._view, waiting, row))
+        return [one for one, is_full in zip(seconds, full.tolist(), strict=True) if not is_full]
+
+    def receiver(
+        self, waiting: Waiting, row: int, seconds: Sequence[int], wanted: int | None
+    ) -> int:
+        """Row of the best of some engines to decode a request whose KV was computed elsewhere.
+
+        The choice counts for later requests; ``wanted`` is the engine that was to decode it.
+        """
+        prompt = prompt_of(self._view, waiting, row)
+        chosen = self._least(self._prices.receiving(seconds, prompt), seconds)
+        self._prices.receive(chosen, wanted, prompt)
+        return chosen
 
     def bound(self, waiting: Waiting, row: int) -> int:
         """Row of the engine for which a request waits; negative = none."""

@@ -340,6 +340,16 @@ class Prices:
         decode = np.array(seconds, dtype=np.intp)
         return self._decoding(decode, self._comes_s(decode, prompt), prompt)
 
+    def keeps(self, row: int, output: float) -> bool:
+        """Whether an engine has room for a prompt that it counts already, and for this answer."""
+        return bool(self._kv_room[row] >= output)
+
+    def receive(self, row: int, wanted: int | None, prompt: Prompt) -> None:
+        """An engine gets the KV of a prompt; ``wanted`` has counted it: None = nobody has."""
+        if wanted is not None:
+            self._kv_room[wanted] += prompt.tokens
+        self._kv_room[row] -= prompt.tokens
+
     def _alone(
         self,
         prompts: Sequence[Prompt],

@@ -150,8 +150,9 @@ class Scheduler:
             now: time on the clock of the deadlines.
 
         Returns:
-            For each, by its row: the id of the intended engine if that has room, else of the
-            cheapest that has.
+            For each, by its row: the id of the intended engine if that has a place, and with costs
+            in seconds also room for the KV; else of the cheapest that has. Where no other one has,
+            the intended engine needs only a place.
         """
         call = _Call(self, view, waiting)
         rows = self.order(view, waiting, now)
@@ -309,17 +310,23 @@ class _Call:
         view = self._view
         wanted = view.row_of(handoff.wanted)
         lives = wanted is not None and view.health[wanted] is not Health.DEAD
+        chooser = self._chooser
+        intended: int | None = None  # has a place, and no room for the KV
         if wanted is not None and lives and self.has_room(wanted):
-            return self._receive(wanted, wanted)
+            if chooser is None or chooser.keeps(self._waiting, row, wanted):
+                return self._receive(wanted, wanted)
+            intended = wanted
         pairs = self._group(row).pairs.get(self._scheduler.kinds.of(handoff.protocol))
         if pairs is None and not lives:
             why = "no engine is left to decode it"
             return Reject(self._waiting.numbers[row], why, view.retry_after_s)
         free = [one for one in pairs.decode if self.has_room(one)] if pairs is not None else []
+        if chooser is not None and intended is not None:
+            free = chooser.with_room(self._waiting, row, free) or [intended]
         if not free:
             return self.hold(row, now, _DECODE_FULL)
-        if self._chooser is not None:
-            return self._receive(self._chooser.receiver(self._waiting, row, free), wanted)
+        if chooser is not None:
+            return self._receive(chooser.receiver(self._waiting, row, free, wanted), wanted)
         return self._receive(self.cheapest(row, free), wanted)
 
     def _receive(self, chosen: int, wanted: int | None) -> str:
