@@ -161,7 +161,7 @@ def _row(seen: Seen, held: int) -> bytes:
         "took_s": seen.took_s, "ttft_s": seen.decision["ttft_s"], "candidate": terms,
         **{name: attempt[name] for name in (
             "prefill", "decode", "predicted_ttft_s", "predicted_hit_tokens", "assigned_s",
-            "prefill_s", "decode_queue_s", "prefilled", "served",
+            "prefill_s", "decode_queue_s", "handoff_s", "tbt_s", "prefilled", "served",
         )},
     }  # fmt: skip
     return json.dumps(row).encode() + b"\n"

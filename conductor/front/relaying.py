@@ -185,7 +185,7 @@ class Relay:
         """Relay server-sent events, whole events at a time."""
         parts, engine = self._parts, half.engine
         tail: deque[bytes] = deque(maxlen=_TAIL_PIECES)
-        started = parts.clock()
+        started = begun = parts.clock()
         url, headers = self._asked(run, engine), self._headers(run, half)
         try:
             async with (
@@ -198,7 +198,10 @@ class Relay:
                 async for piece in pieces:
                     if run.response is None:
                         idle.wait(_CLIENT, idle_s)
-                        run.elsewhere_s += parts.clock() - started
+                        begun = parts.clock()
+                        run.elsewhere_s += begun - started
+                        if run.handed_at is not None:
+                            attempt.handoff_s = begun - run.handed_at
                         headers = {**run.headers, **_STREAM_HEADERS}
                         run.response = web.StreamResponse(headers=headers)
                         await self._begin(run, run.response)
@@ -215,12 +218,15 @@ class Relay:
                 run.elsewhere_s += parts.clock() - started
         if run.response is None:
             raise EngineError(engine, "the stream was empty")
+        took_s = parts.clock() - begun
         parts.membership.worked(engine)
         end = read_stream_end(tail)
         attempt.served = end.measured() if end else None
         attempt.received = self._report(half, end, attempt, _DECODE)
         client_s, engine_s = idle.waited_s[_CLIENT], idle.waited_s[_ENGINE]
         slowly = client_s > max(_SLOW_READER_S, _SLOW_READER * (client_s + engine_s))
+        if not slowly:
+            attempt.streamed(took_s)
         self._ended(run, attempt, read_slowly=slowly)
         await self.end(run.response)
         return run.response

@@ -19,6 +19,7 @@ class Run:
         response: what its client gets; set before the first byte.
         prefill_done: called with the first byte: then a prefill engine that is asked at once with
             the decode engine has done its part.
+        handed_at: since when its KV goes to the engine that decodes it; None = it does not.
         last_error: why the last attempt failed.
         keys: a chain value for each leading page of its prompt.
     """
@@ -34,6 +35,7 @@ class Run:
         self.elsewhere_s = 0.0
         self.response: web.StreamResponse | None = None
         self.prefill_done: Callable[[], None] | None = None
+        self.handed_at: float | None = None
         self.last_error: EngineError | None = None
         self.keys: Words = NO_KEYS
 

@@ -69,7 +69,7 @@ class Sender:
         """
         for engine_id, rank in assign.ranks.items():
             self._expect(run.number, engine_id, rank)
-        run.prefill_done = None
+        run.prefill_done = run.handed_at = None
         if assign.plan is Plan.ALONE:
             return await self._alone(run, assign, attempt)
         protocol = PROTOCOLS[assign.protocol]
@@ -125,6 +125,8 @@ class Sender:
         finally:
             attempt.decode_queue_s = self._parts.clock() - started
             run.waited(attempt.decode_queue_s)
+        if transfer is not None:
+            run.handed_at = self._parts.clock()
         if chosen.decode != assign.decode:
             attempt.decode = chosen.decode
             self._expect(run.number, chosen.decode, chosen.rank)
@@ -137,6 +139,7 @@ class Sender:
             if transfer is None or not refuses_transfer(error.body):
                 raise
         # It cannot use what the prefill engine has answered: it is to compute the prompt itself.
+        run.handed_at = None
         second = second._replace(body=_encoded(protocol.decode(pair, None)))
         return await self._relay.serve_apart(run, second, attempt)
 

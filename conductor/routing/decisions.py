@@ -103,6 +103,11 @@ class Attempt(msgspec.Struct, kw_only=True):
         prefill_s: duration of the first half of a pair; None if there was none.
         decode_queue_s: seconds that the KV of a pair waited for a place at the decode engine; None
             if there was no such wait.
+        handoff_s: seconds from that place to the first token of the decode engine; None if its
+            answer is not streamed, if it computed the prompt itself, or if both engines were asked
+            at once: then they say in ``pushed`` and ``received`` how long it took.
+        tbt_s: mean seconds between two tokens of a stream; None if it was not streamed to its end,
+            if the engine does not say how many tokens it had, or if the client read slowly.
         way: how the KV of a pair goes: ``push``, ``store``, ``connector`` (vLLM's), or empty if
             its protocol does not say; empty without a pair.
         room: number of the attempt that both engines of a pair got, if they got one.
@@ -124,6 +129,8 @@ class Attempt(msgspec.Struct, kw_only=True):
     predicted_ttft_s: float | None = None
     prefill_s: float | None = None
     decode_queue_s: float | None = None
+    handoff_s: float | None = None
+    tbt_s: float | None = None
     way: str = ""
     room: int | None = None
     pushed: HandoffReport | None = None
@@ -131,6 +138,12 @@ class Attempt(msgspec.Struct, kw_only=True):
     outcome: str = ""
     prefilled: Measured | None = None
     served: Measured | None = None
+
+    def streamed(self, seconds: float) -> None:
+        """Its tokens came within so many seconds after the first one."""
+        tokens = self.served.completion_tokens if self.served is not None else None
+        if tokens is not None and tokens > 1:
+            self.tbt_s = seconds / (tokens - 1)
 
 
 class Decision(msgspec.Struct, kw_only=True):

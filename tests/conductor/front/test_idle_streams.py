@@ -112,6 +112,8 @@ async def test_nothing_is_learned_of_an_engine_from_a_client_that_reads_slowly(r
         [info] = [one.info for one in client.conductor.registry]
         assert dispatcher.loads.costs(info).step_fit.count == (reads == "at once")
         assert dispatcher.admission.lengths.gauges()["output_tokens_bias"], "its length is known"
+        [attempt] = (await client.decision(answer.headers["X-Request-Id"]))["attempts"]
+        assert (attempt["tbt_s"] is not None) == (reads == "at once")
 
 
 @in_loop
