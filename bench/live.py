@@ -33,7 +33,7 @@ import numpy as np
 
 from bench.cluster import Cluster, ClusterError, Options, request
 from bench.completion import Completion, complete
-from bench.live_held import HeldPages
+from bench.live_held import HeldPages, prefix
 from bench.live_idle import Prompted, prefill_idle
 from bench.measure import Progress, Report, Result, percentile
 from conductor.costs.book import CostBook, EngineCosts, machine_of
@@ -307,14 +307,14 @@ async def _following(cluster: Cluster) -> AsyncIterator[dict[str, HeldPages]]:
 
 
 def _held(seen: Seen, held: Mapping[str, HeldPages]) -> int:
-    """Tokens of a prompt that its prefill engine or the node held when it was assigned."""
+    """Tokens of a prompt of which its prefill engine or the node held each when it was assigned."""
     prompt, page_tokens = seen.sent.prompt, 64
     packed = page_keys(np.array(prompt, dtype=np.uint32), page_tokens).packed
     keys = [packed[at : at + _KEY_BYTES] for at in range(0, len(packed), _KEY_BYTES)]
     usable = keys[: (len(prompt) - 1) // page_tokens]  # the last token is always computed
     engine, at = str(seen.attempt["prefill"]), seen.assigned_at
-    names = [name for name in held if name == engine or name[0] not in "PD"]
-    return max(held[name].prefix(usable, at) for name in names) * page_tokens
+    caches = [one for name, one in held.items() if name == engine or name[0] not in "PD"]
+    return prefix(caches, usable, at) * page_tokens
 
 
 # The simulation

@@ -62,9 +62,11 @@ class HeldPages:
         before = bisect_right(times, (at, 1))
         return before > 0 and times[before - 1][1] == 1
 
-    def prefix(self, keys: Sequence[bytes], at: float) -> int:
-        """How many leading pages of these it had."""
-        return next((n for n, key in enumerate(keys) if not self.has(key, at)), len(keys))
+
+def prefix(caches: Sequence[HeldPages], keys: Sequence[bytes], at: float) -> int:
+    """How many leading pages of these were each in some of the caches."""
+    missing = (n for n, key in enumerate(keys) if not any(one.has(key, at) for one in caches))
+    return next(missing, len(keys))
 
 
 def _key(value: object) -> bytes:

@@ -8,7 +8,7 @@ import pytest
 from bench import live
 from bench.cluster import ClusterError
 from bench.live import sent_as
-from bench.live_held import HeldPages
+from bench.live_held import HeldPages, prefix
 from bench.live_idle import Look, idle_share
 from conductor.simulator.workloads import made_up
 from kvstore.events.publisher import EventBatch, RemovedEvent, StoredEvent
@@ -16,9 +16,9 @@ from kvstore.events.publisher import EventBatch, RemovedEvent, StoredEvent
 KEYS = [bytes([one]) * 32 for one in range(4)]
 
 
-def stored(count: int, medium: str = "CPU") -> StoredEvent:
+def stored(count: int, medium: str = "CPU", begin: int = 0) -> StoredEvent:
     return StoredEvent(
-        block_hashes=KEYS[:count], parent_block_hash=None, token_ids=[], block_size=64,
+        block_hashes=KEYS[begin:count], parent_block_hash=None, token_ids=[], block_size=64,
         medium=medium,
     )  # fmt: skip
 
@@ -31,7 +31,14 @@ def test_pages_are_held_from_their_event_on_until_they_have_left_every_tier() ->
     held.take(EventBatch(40.0, [RemovedEvent(block_hashes=KEYS[1:2], medium="STORAGE")]))
     held.take(EventBatch(50.0, [stored(2)]))
     times = (9.9, 10.0, 29.9, 30.0, 39.9, 40.0, 50.0)
-    assert [held.prefix(KEYS, at) for at in times] == [0, 3, 3, 2, 2, 1, 2]
+    assert [prefix([held], KEYS, at) for at in times] == [0, 3, 3, 2, 2, 1, 2]
+
+
+def test_a_page_counts_that_either_has_even_if_neither_has_all_before_it() -> None:
+    engine, node = HeldPages(), HeldPages()
+    engine.take(EventBatch(1.0, [stored(1), stored(4, begin=3)]))
+    node.take(EventBatch(2.0, [stored(3, begin=1)]))
+    assert [prefix([engine, node], KEYS, at) for at in (0.5, 1.5, 2.5)] == [0, 1, 4]
 
 
 def test_equal_blocks_have_equal_tokens_and_ends_are_their_own() -> None:
