@@ -74,7 +74,8 @@ class Expectations:
                 yield ExpectedChange(worker, chains, begin=True)
                 continue
             self._pages -= len(chains)
-            ended = [page for page in chains.tolist() if until.get(page, now_ns + 1) <= now_ns]
+            pages = dict.fromkeys(chains.tolist())  # a chain may be there twice
+            ended = [page for page in pages if until.get(page, now_ns + 1) <= now_ns]
             for page in ended:
                 del until[page]
             if not until:

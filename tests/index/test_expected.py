@@ -12,7 +12,7 @@ from tests.local_index import LocalIndex
 WORKERS = ("a", "b")
 SPANS = st.tuples(
     st.sampled_from(WORKERS),
-    st.lists(st.integers(1, 6), min_size=1, max_size=4, unique=True),
+    st.lists(st.integers(1, 6), min_size=1, max_size=4),
     st.integers(0, 20),
     st.integers(0, 20),
 )
