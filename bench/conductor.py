@@ -3,7 +3,8 @@
 ``decision/128k``: 64 prefill and 64 decode engines and 64 nodes have prefixes of different length
 of a prompt of 131,072 tokens, in an index of 10 million pages of 64 tokens to which 100,000 blocks
 a second are written. From the prompt's keys, or with ``tokens`` from its tokens as an array, to the
-pair with all terms and the entry in the log. The index process and the publishers run on the first
+pair and the entry in the log, with the terms of all engines and packed (the Conductor does the
+latter when the request has ended). The index process and the publishers run on the first
 core, who decides on the others. The bound is ``select_and_reserve`` of Dynamo's
 ``SelectionService`` (``--peers dynamo``, in an environment that is made when it is absent): one of
 the 128 engines, not a pair, as it knows no nodes; on the same events, on the first core, the
@@ -134,7 +135,8 @@ def _decision(options: argparse.Namespace, progress: Progress) -> list[Conductor
     found = decided(options.pages, options.seconds, progress.note, peer)
     progress.note(
         f"decision/128k: {found.blocks_per_s:,.0f} blocks/s were written meanwhile; {found.held} of"
-        f" {len(found.known) + len(found.of_tokens)} decisions chose no pair"
+        f" {len(found.known) + len(found.of_tokens)} decisions chose no pair;"
+        f" {median(found.entry_cpu):.3f} ms of CPU time are the entry in the log"
     )
     results = []
     for name in (one for one in ASKED if one.startswith("decision/")):

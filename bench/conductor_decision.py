@@ -49,6 +49,7 @@ class Decided(NamedTuple):
     Attributes:
         known: with the prompt's keys at hand.
         known_cpu: CPU time of these decisions.
+        entry_cpu: how much of it the entry in the log takes, packed and with all terms.
         of_tokens: hashing included.
         of_tokens_cpu: CPU time of these decisions.
         peer: decisions of another program by ``hashes`` and from ``tokens``; none if it was not
@@ -59,11 +60,26 @@ class Decided(NamedTuple):
 
     known: list[float]
     known_cpu: list[float]
+    entry_cpu: list[float]
     of_tokens: list[float]
     of_tokens_cpu: list[float]
     peer: dict[str, list[float]]
     blocks_per_s: float
     held: int
+
+
+class Took(NamedTuple):
+    """Milliseconds of one decision.
+
+    Attributes:
+        wall: that passed.
+        cpu: of CPU time.
+        entry_cpu: of these, for the entry in the log.
+    """
+
+    wall: float
+    cpu: float
+    entry_cpu: float
 
 
 class Decider:
@@ -88,15 +104,15 @@ class Decider:
         self._number = 0
         self.held = 0
 
-    def of_tokens(self) -> tuple[float, float]:
-        """Decide once, hashing included; milliseconds that passed, and of CPU time."""
+    def of_tokens(self) -> Took:
+        """Decide once, hashing included."""
         return self._decided(hashed=False)
 
-    def known(self) -> tuple[float, float]:
+    def known(self) -> Took:
         """The same with the keys of the prompt at hand."""
         return self._decided(hashed=True)
 
-    def _decided(self, *, hashed: bool) -> tuple[float, float]:
+    def _decided(self, *, hashed: bool) -> Took:
         self._number += 1
         number, prefixes = self._number, self.prefixes
         if hashed:
@@ -107,20 +123,22 @@ class Decider:
         if not hashed:
             self._remember(number)
         held = self._decide(number, began)
-        took = 1e3 * (time.perf_counter() - began), 1e3 * (time.thread_time() - cpu_began)
+        decision = self._log.get(str(number))
+        assert decision is not None
+        cpu_decided = time.thread_time()
+        self._log.ended(decision)
+        wall, cpu_ended = time.perf_counter() - began, time.thread_time()
+        took = Took(1e3 * wall, 1e3 * (cpu_ended - cpu_began), 1e3 * (cpu_ended - cpu_decided))
         self.held += held
         self._dispatcher.left(number, began)
         prefixes.forget(number)
-        decision = self._log.get(str(number))
-        assert decision is not None
-        self._log.ended(decision)
         return took
 
     def _remember(self, number: int) -> None:
         self.prefixes.remember(number, self._tokens, "", _MODEL)  # type: ignore[arg-type] # array
 
     def _decide(self, number: int, now: float) -> bool:
-        """What the front and the queue do; whether no pair was chosen."""
+        """What the front and the queue do until the request goes; whether no pair was chosen."""
         dispatcher, prefixes = self._dispatcher, self.prefixes
         decision = self._log.open(
             str(number), _ROUTE, _MODEL, POLICY, stream=True, at=datetime.now(UTC)
@@ -240,7 +258,12 @@ async def _measured(
         of_tokens = await _times(decider.of_tokens, seconds)
         rate = await ask("stop")
         assert isinstance(rate, float)
-    return Decided(*known, *of_tokens, {}, rate * _BLOCKS, decider.held)
+    wall, cpu, entry_cpu = zip(*known, strict=True)
+    tokens_wall, tokens_cpu, _ = zip(*of_tokens, strict=True)
+    return Decided(
+        [*wall], [*cpu], [*entry_cpu], [*tokens_wall], [*tokens_cpu], {}, rate * _BLOCKS,
+        decider.held,
+    )  # fmt: skip
 
 
 def _applied(index: PrefixIndex, messages: int) -> bool:
@@ -248,15 +271,10 @@ def _applied(index: PrefixIndex, messages: int) -> bool:
     return sum(one.batches for one in index.present().report.workers) >= messages
 
 
-async def _times(
-    decide: Callable[[], tuple[float, float]], seconds: float
-) -> tuple[list[float], list[float]]:
+async def _times(decide: Callable[[], Took], seconds: float) -> list[Took]:
     """Times of decisions, each in a turn of our loop."""
-    wall, cpu = list[float](), list[float]()
-    until = time.monotonic() + seconds
+    times, until = list[Took](), time.monotonic() + seconds
     while time.monotonic() < until:
-        passed, used = decide()
-        wall.append(passed)
-        cpu.append(used)
+        times.append(decide())
         await asyncio.sleep(0)
-    return wall, cpu
+    return times

@@ -39,6 +39,8 @@ def test_every_decision_chooses_a_pair_while_the_index_is_written_to() -> None:
     for times in (found.known, found.known_cpu, found.of_tokens, found.of_tokens_cpu):
         assert times
         assert min(times) > 0
+    parts = zip(found.entry_cpu, found.known_cpu, strict=True)
+    assert all(0 < entry < whole for entry, whole in parts), "the entry is a part of a decision"
     assert found.blocks_per_s > 0
 
 
