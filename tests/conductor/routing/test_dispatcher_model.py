@@ -1,17 +1,30 @@
-"""Goal: the dispatcher loses no request, assigns none twice, and overfills no engine."""
+"""Goal: the dispatcher loses no request, assigns none twice, and overfills no engine.
+
+Whatever the policy. Who waits does so because no engine can take it; with a policy that binds
+early, because its own engine cannot; with one that binds late, because an engine that it could
+have has something to compute.
+"""
 
 from collections import Counter
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
+from conductor.routing.binding import AHEAD_S
 from conductor.routing.choices import Assign, Continue, Plan
 from conductor.routing.columns import Prefix
 from conductor.routing.dispatcher import Dispatcher
 from conductor.routing.engines import EngineInfo, EngineRegistry, Health, Role
-from conductor.routing.policy import POLICIES
+from conductor.routing.policy import POLICIES, Binding
 from conductor.routing.requests import DispatchLimits, Request
 from conductor.routing.scheduler import Scheduler
 from tests.conductor.routing.test_dispatcher import TRIES, WAIT_S, WAITING_MAX, info
@@ -42,8 +55,9 @@ ENGINES = (
 class ModelOfDispatcher(RuleBasedStateMachine):
     """The dispatcher beside a model that tries every engine for every request."""
 
-    def __init__(self) -> None:
+    def __init__(self, policy: str) -> None:
         super().__init__()
+        self.policy = POLICIES[policy]
         self.now = 0.0
         self.number = 0
         self.model: dict[int, Expected] = {}
@@ -51,7 +65,7 @@ class ModelOfDispatcher(RuleBasedStateMachine):
         for engine in ENGINES:
             self.registry.register(engine, 0.0)
         limits = DispatchLimits(WAITING_MAX, WAIT_S, TRIES)
-        scheduler = Scheduler(POLICIES["longest-prefix"], ("once", "push"))
+        scheduler = Scheduler(self.policy, ("once", "push"))
         self.dispatcher = Dispatcher(self.registry, scheduler, limits)
         self.learned: set[int] = set()
         self.pushes: list[tuple[int, str]] = []  # requests, and engines that push for them
@@ -116,11 +130,14 @@ class ModelOfDispatcher(RuleBasedStateMachine):
 
     # What happens.
 
-    @rule()
-    def a_request_arrives(self) -> None:
+    @rule(tokens=st.sampled_from([None, 100, 300_000]))
+    def a_request_arrives(self, tokens: int | None) -> None:
+        """Of the longest ones a decode engine has memory for one."""
         self.number += 1
         waiting = sum(one.stage == "waits" for one in self.model.values())
-        self.dispatcher.arrive(Request(number=self.number, model="m", arrived=self.now))
+        self.dispatcher.arrive(
+            Request(number=self.number, model="m", arrived=self.now, tokens=tokens)
+        )
         self.model[self.number] = Expected(self.now + WAIT_S)
         if waiting >= WAITING_MAX:
             self.model[self.number].stage = "refused"
@@ -139,6 +156,14 @@ class ModelOfDispatcher(RuleBasedStateMachine):
     def a_decode_engine_begins_to_answer(self, data: st.DataObject) -> None:
         number = data.draw(st.sampled_from(self.of_stage("pushes")))
         self.model[number].stage = "serves"
+        self.dispatcher.began(number, self.now)
+        self.run()
+
+    @precondition(lambda self: self.of_stage("serves"))
+    @rule(data=st.data())
+    def a_first_token_comes(self, data: st.DataObject) -> None:
+        """Also once more."""
+        self.dispatcher.began(data.draw(st.sampled_from(self.of_stage("serves"))), self.now)
         self.run()
 
     @precondition(lambda self: self.pushes)
@@ -167,6 +192,7 @@ class ModelOfDispatcher(RuleBasedStateMachine):
     @rule(data=st.data())
     def a_request_ends(self, data: st.DataObject) -> None:
         number = data.draw(st.sampled_from(self.of_stage("serves")))
+        self.dispatcher.ended(number, 9, self.now)
         for name in self.model.pop(number).held:
             self.dispatcher.released(number, name, self.now)
         self.dispatcher.left(number, self.now)
@@ -219,13 +245,15 @@ class ModelOfDispatcher(RuleBasedStateMachine):
             self.dispatcher.learn(number, {"p0": Prefix(usable=number)})
             self.learned.add(number)
         before = {number: self.refusable(number) for number in self.of_stage("waits")}
+        bound = self.bound()
         for effect in self.dispatcher.step(self.now):
             number = effect.request
             one = self.model[number]
             if isinstance(effect, Assign):
                 assert one.stage == "waits"
-                assert number in due
-                self.no_older_one_fits(number)
+                if self.policy.needs_prefixes:
+                    assert number in (due if self.policy.binds is Binding.ROOM else self.learned)
+                self.no_older_one_fits(number, effect.prefill, bound)
                 assert (effect.prefill, effect.decode) in self.choices(number)
                 self.assigned(one, effect)
             elif isinstance(effect, Continue):
@@ -239,8 +267,8 @@ class ModelOfDispatcher(RuleBasedStateMachine):
                 del self.model[number]
         for number in self.of_stage("waits"):
             assert self.model[number].deadline > self.now
-            assert not self.choices(number)
             assert not self.refusable(number)
+        self.waits_with_reason()
         for number in self.of_stage("arrived"):
             assert self.model[number].deadline > self.now
             wanted = self.model[number].promised
@@ -266,10 +294,41 @@ class ModelOfDispatcher(RuleBasedStateMachine):
         """Whether no engine is left for a request."""
         return not self.usable(number)
 
-    def no_older_one_fits(self, number: int) -> None:
-        """Requests are considered in order of arrival."""
+    def bound(self) -> dict[int, str]:
+        """The engine for which each request waits."""
+        return {one.request.number: one.bound for one in self.dispatcher.unassigned}
+
+    def no_older_one_fits(self, number: int, first: str, bound: dict[int, str]) -> None:
+        """Requests are considered in order of arrival, unless those that need less go first.
+
+        ``bound``: for which engines they waited before.
+        """
         for other in self.of_stage("waits"):
-            assert other >= number or not self.choices(other)
+            if other < number and self.policy.binds is Binding.ROOM:
+                assert not self.choices(other)
+            elif other < number and self.policy.binds is Binding.ARRIVAL:
+                takes = {one for one, _ in self.choices(other)}
+                assert bound.get(other) != first or first not in takes
+
+    def waits_with_reason(self) -> None:
+        """Requests wait only for engines that cannot take them now."""
+        bound, choices = self.bound(), {one: self.choices(one) for one in self.of_stage("waits")}
+        able = {number: {first for first, _ in those} for number, those in choices.items()}
+        if self.policy.binds is Binding.ROOM:
+            assert not any(able.values())
+        elif self.policy.binds is Binding.ARRIVAL:
+            for number, firsts in able.items():
+                assert not firsts or bound[number] not in {"", *firsts}
+        elif any(able.values()):
+            view = self.dispatcher.view(self.now)
+            assert view.costs is not None
+            busy = view.costs.backlog_s > AHEAD_S
+            full = {name for name, has in zip(view.ids, busy, strict=True) if has}
+            full |= {name for name in view.ids if not self.has_room(name)}
+            for number, firsts in able.items():
+                well = self.usable(number)
+                could = {one.id for one in well if self.roomless(one, well)}
+                assert not firsts or could & full
 
     def assigned(self, one: Expected, assign: Assign) -> None:
         one.tries += 1
@@ -299,8 +358,17 @@ class ModelOfDispatcher(RuleBasedStateMachine):
         waiting = self.of_stage("waits", "arrived")
         assert len(self.dispatcher) == len(waiting)
         deadlines = [self.model[number].deadline for number in waiting]
-        assert self.dispatcher.wake_at == min(deadlines, default=None)
+        wake_at = self.dispatcher.wake_at
+        if self.policy.binds is Binding.ROOM or not waiting:
+            assert wake_at == min(deadlines, default=None)
+        else:
+            assert wake_at is not None
+            assert wake_at <= min(deadlines)
 
 
-TestDispatcherAndItsModel = ModelOfDispatcher.TestCase
-TestDispatcherAndItsModel.settings = settings(max_examples=60, stateful_step_count=40)
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_the_dispatcher_does_what_its_model_allows(policy: str) -> None:
+    run_state_machine_as_test(
+        lambda: ModelOfDispatcher(policy),
+        settings=settings(max_examples=12, stateful_step_count=40),
+    )
