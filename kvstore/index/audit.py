@@ -3,8 +3,8 @@
 A node is asked for pages chosen at random, and about pages that its events named. A page on which
 node and index differ is checked again: only if they still differ once all batches published up to
 that answer are applied, the index is wrong. Then the whole snapshot of the node is read again. If
-the index only lacks pages, and some, of whatever worker, were left out because it was full, that is
-done only when there is room, and not often.
+the index only lacks pages, and some of the node's were left out because it was full, that is done
+only when there is room, and not often.
 """
 
 import asyncio

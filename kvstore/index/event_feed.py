@@ -25,7 +25,7 @@ class EventFeed(Protocol):
 
     @property
     def left_out(self) -> int:
-        """Pages that were left out, of whatever worker; it only grows."""
+        """Pages of the worker that were left out since :meth:`clear`."""
         ...
 
     @property

@@ -53,7 +53,7 @@ class PageFeeds:
 
     @property
     def left_out(self) -> int:
-        """Pages that were left out because something was full."""
+        """Pages of all workers that were left out because something was full."""
         stats = self._writer.stats()
         return stats.left_out + stats.refused_holders + stats.lost
 
@@ -127,6 +127,10 @@ class PageFeeds:
         self.flush()
         self._writer.set_live(worker, live=counts)
 
+    def lacks(self, worker: str) -> int:
+        """Pages of a worker that were left out because something was full, since it was dropped."""
+        return self._writer.lacks(worker)
+
     @property
     def workspace(self) -> Workspace:
         """The state that all feeds share."""
@@ -186,8 +190,8 @@ class WorkerFeed:
 
     @property
     def left_out(self) -> int:
-        """Pages of all workers that were left out because something was full."""
-        return self._feeds.left_out
+        """Its pages that were left out because something was full, since :meth:`clear`."""
+        return self._feeds.lacks(self._worker)
 
     @property
     def has_room(self) -> bool:

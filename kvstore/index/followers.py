@@ -103,7 +103,6 @@ class Follower(Generic[FeedT]):
         self._bounds = bounds
         self._turn_ends = 0.0
         self.has_snapshots = source.is_node and source.replay_endpoint is not None
-        self._left_out = 0  # when its snapshot began
         self._counts_from = 0  # number of the batch after those that tell whether all is right
         self._drifted = False
         self._applying = False
@@ -156,7 +155,7 @@ class Follower(Generic[FeedT]):
     @property
     def may_lack_pages(self) -> bool:
         """Whether pages were left out since its snapshot, because something was full."""
-        return self.feed.left_out > self._left_out
+        return self.feed.left_out > 0
 
     def drifted(self) -> None:
         """An audit found that the known state of a node is wrong: read everything again."""
@@ -307,7 +306,6 @@ class Follower(Generic[FeedT]):
                     match part:
                         case SnapshotHead(boot, first):
                             self._clear()
-                            self._left_out = self.feed.left_out
                             self.sequence.begin(boot.encode(), first)
                         case SnapshotPages(space, shard, medium, keys):
                             self.feed.add(space, shard, medium, keys)

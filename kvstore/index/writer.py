@@ -94,6 +94,7 @@ class IndexWriter:
         self._late = 0
         self._refused_holders = 0
         self._lost = 0
+        self._lacks: Counter[str] = Counter()  # by worker
 
     def __len__(self) -> int:
         """Number of chains with a holder; dropped holders count until they are swept."""
@@ -113,6 +114,7 @@ class IndexWriter:
         many = self._per_worker[holder.worker] >= HOLDERS_PER_WORKER_MAX
         if many or not self._free_bits or not packable(holder):
             self._refused_holders += 1
+            self._lacks[holder.worker] += 1
             return None
         bit = self._free_bits.pop()
         self._generations = (self._generations + 1) % _GENERATIONS
@@ -136,6 +138,7 @@ class IndexWriter:
     def drop(self, worker: str) -> None:
         """Remove a worker: readers do not see it from now on; :meth:`sweep` clears its entries."""
         self._not_live.discard(worker)
+        self._lacks.pop(worker, None)
         if not self._per_worker.pop(worker, 0):
             return
         for holder in [each for each in self._numbers if each.worker == worker]:
@@ -229,6 +232,13 @@ class IndexWriter:
             self._segments.rebuilds,
         )
 
+    def lacks(self, worker: str) -> int:
+        """How many entries of a worker had no room, or were lost, since it was dropped last.
+
+        A refused holder counts as one.
+        """
+        return self._lacks[worker]
+
     def pages(self) -> dict[PageHolder, int]:
         """Number of chains of each holder."""
         return {
@@ -297,11 +307,24 @@ class IndexWriter:
         """No number is left for some sets: leave out stored entries, delete removed ones."""
         stores = short & todo.stored
         after[stores] = before[stores]
-        self._left_out += int(np.count_nonzero(stores))
+        self._leave_out(todo.bits[stores])
         removals = short & ~todo.stored
         after[removals] = 0  # its other holders are lost
         self._lost += int(np.count_nonzero(removals))
-        self._counts -= self._sets.holders(before[removals])
+        gone = self._sets.holders(before[removals])
+        self._counts -= gone
+        self._lack(gone - np.bincount(todo.bits[removals], minlength=HOLDER_BITS_MAX))
+
+    def _leave_out(self, bits: Numbers) -> None:
+        """There is no room for an entry of each of these holders."""
+        self._left_out += len(bits)
+        if len(bits):
+            self._lack(np.bincount(bits, minlength=HOLDER_BITS_MAX))
+
+    def _lack(self, counts: Numbers) -> None:
+        """So many entries of each holder are missing; int64 [1024]."""
+        for holder, number in self._numbers.items():
+            self._lacks[holder.worker] += int(counts[number & _BIT_MASK])
 
     def _make_places(self, todo: Operations, *, distinct: bool) -> Numbers:
         """The slot of each entry, a new one for stored entries; -1 for those without one."""
@@ -312,7 +335,7 @@ class IndexWriter:
         entering = np.flatnonzero(new)
         if len(entering) > room:
             over = first_ranks(todo.keys()[entering]) >= room
-            self._left_out += int(np.count_nonzero(over))
+            self._leave_out(todo.bits[entering[over]])
             at[entering[over]] = -1
             entering = entering[~over]
         if not len(entering):
@@ -324,7 +347,7 @@ class IndexWriter:
         at[one], moved = place(todo.segments[one], todo.tags[one], found.only(one))
         if not distinct:
             self._locate_again(todo, at, entering)
-        self._left_out += int(np.count_nonzero(at[entering] < 0))
+        self._leave_out(todo.bits[entering[at[entering] < 0]])
         if len(moved):
             others = self._segments.among(moved, todo.segments) & (at >= 0) & ~new
             self._locate_again(todo, at, np.flatnonzero(others))

@@ -173,6 +173,34 @@ async def test_pages_that_had_no_room_are_read_again_when_there_is_some_but_not_
             assert prefix(index, label, keys) == PAGES // 2
 
 
+@in_loop
+async def test_what_another_worker_lacks_excuses_no_page_that_is_missing(
+    own_daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.index.sampled.EVERY", 1)
+    other = Source(worker="node/o", domain="node/o", endpoint="tcp://127.0.0.1:1")
+    listing = b"".join(number.to_bytes(32, "little") for number in range(4 * PAGES))
+    async with following(source(own_daemon), entries_max=2 * PAGES) as index:
+        await eventually(lambda: state(index).current)
+        feeds = index._service._pages
+        with own_daemon.connect() as store:
+            space = open_space(store)
+            label = space.identity.digest.hex()
+            keys = new_keys(space, PAGES)
+            space.put(keys, content(PAGES, space.page_bytes[0]))
+            await eventually(lambda: prefix(index, label, keys) == PAGES)
+            full = feeds.feed(other, 1)
+            full.add("ab" * 32, "cd" * 32, "CPU", listing)
+            full.flush()
+            assert full.left_out == feeds.left_out > 0
+            assert not full.has_room
+            told(index, "BlockRemoved", label, [keys[2]])
+            assert prefix(index, label, keys) == 2
+            await index._service._auditor.audit(follower(index))
+            assert state(index).missing == 1
+            await eventually(lambda: state(index).resyncs == 1)
+
+
 def _event(index: LocalIndex, space: str, key: bytes) -> dict[str, object]:
     shard = follower(index).sampled.pages()[0].shard
     return {

@@ -249,15 +249,19 @@ def test_without_numbers_for_sets_stores_are_left_out_and_removals_lose(
     assert made.apply(*arrays(made, ops)) == 0  # {0}, {0, 1}, {2}, {2, 3}: with {}, all five
     assert made.apply(*arrays(made, [(0, 3, True)])) == 1
     assert made.stats().left_out == 1
+    assert [made.lacks(one) for one in WORKERS] == [0, 0, 1]
     assert held(reader, CHAINS[:1]) == [{HOLDERS[0]}]
     made.apply(*arrays(made, [(1, 0, False)]))  # {1} has no number
     assert made.stats().lost == 1
+    assert [made.lacks(one) for one in WORKERS] == [1, 0, 1], "what was removed is not lacking"
     assert held(reader, CHAINS[:3]) == [{HOLDERS[0]}, set(), {HOLDERS[2], HOLDERS[3]}]
     made.check()
     made.drop("engine/b")
     while made.sweep(1):
         made.check()
     made.check()
+    made.drop("node/n")
+    assert [made.lacks(one) for one in WORKERS] == [1, 0, 0]
 
 
 def test_numbers_of_sets_are_used_again(
@@ -291,6 +295,7 @@ def test_holders_beyond_the_limits_are_refused_and_counted(opened: list[TableMem
     made.drop("v0")
     assert made.holder(PageHolder("\ud800", "GPU", "", 0)) is None
     assert made.stats().refused_holders == of_one.count(None) + every.count(None) + 2
+    assert (made.lacks("w"), made.lacks("v999"), made.lacks("v0")) == (of_one.count(None), 1, 0)
     assert made.holder(PageHolder("new", "GPU", "", 0)) is not None
     made.beat(1)
     assert len(reader.holders().holders) == HOLDER_BITS_MAX
