@@ -103,7 +103,7 @@ class Space:
             self._size(shard)
         if not len(keys):
             return MISS
-        resources = self._resources
+        resources, found = self._resources, wire.Found(0, 0, 0)
         try:
             link = resources.waiting_link("lookup") if wait_s > 0 else resources.link
             opened = self.numbers(link)
@@ -116,15 +116,10 @@ class Space:
                 request.holder, request.held = holder, min(max(0, held), len(keys))
             answer = link.request(request, resources.timeout_s + wait_s, opened.epoch)
             assert isinstance(answer, wire.Found)
-            found: wire.Found | None = answer
+            found = answer
         except KVStoreError as error:
             resources.note_trouble(error)
-            found = None
         on_device = self._on_device(keys, shards)
-        if found is None:
-            if not on_device:
-                return MISS
-            found = wire.Found(0, 0, 0)
         pages = max(found.pages, on_device)
         on_disk = min(found.on_disk, pages - on_device)
         tiers = {"host": pages - on_device - on_disk}
