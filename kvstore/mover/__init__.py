@@ -174,7 +174,8 @@ def populate(address: int, length: int, write: bool) -> None:  # noqa: FBT001
         write: make the pages writable, else only readable.
 
     Raises:
-        TierUnavailable: the memory is not mapped with these rights, or memory is exhausted.
+        TierUnavailable: the memory is not mapped with these rights, or memory is exhausted. The
+            fallback, and Linux before 5.14, cannot tell: there a missing right ends the process.
     """
     if length > 0:
         _chosen.populate(address, length, write=write)
