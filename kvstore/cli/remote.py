@@ -113,17 +113,22 @@ class Remote:
         """
         found: list[Any] = []
         answer: dict[str, Any] = {"next": None}
+        rows: list[Any] = []
+        cursors: set[int | str] = set()
         while len(found) < limit:
             part = min(_STRETCH_MAX, limit - len(found))
             reply = self.get(path, kind, **query, cursor=answer["next"], limit=part)
             if not (isinstance(reply.raw, dict) and isinstance(reply.raw.get(name), list)):
                 raise PeerUnreachable(_stranger(self.url))
             answer = {"next": None, **reply.raw}
-            found += answer[name]
-            if answer["next"] is None:
+            before, rows, cursor = rows, answer[name], answer["next"]
+            found += rows
+            if cursor is None:
                 break
-            if not answer[name]:  # it would be asked for ever
-                raise PeerUnreachable(_stranger(self.url))
+            goes_on = rows and rows != before
+            if not goes_on or not isinstance(cursor, int | str) or cursor in cursors:
+                raise PeerUnreachable(_stranger(self.url))  # it would be asked for ever
+            cursors.add(cursor)
         return Reply({**answer, name: found}, kind)
 
     def finished(self, job: Reply[JobRow], wait_s: float) -> Reply[JobRow]:

@@ -5,7 +5,8 @@ import os
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from time import monotonic, monotonic_ns
 from types import TracebackType
 from typing import Any, Final
@@ -25,7 +26,6 @@ from kvstore.protocol.errors import (
     CapacityError,
     KVStoreError,
     PeerUnreachable,
-    ProtocolError,
     TransferError,
     TransferTimeout,
     error_from_code,
@@ -142,13 +142,17 @@ class Embedded:
         #: Messages without an answer, until a thread with the lock passes them to the node.
         self._sent: deque[wire.Request] = deque()
         self._line = _Answers(self._sent.append)
-        #: Copies and views in progress; protected by ``_moved``, as are the two below.
+        #: Copies and views in progress; protected by ``_moved``, as are those below.
         self._movers = 0
+        #: The node may be used: until a close, a fault, or a fork.
         self._open = True
+        self._closing = False
         #: Closed except for the memory, which the last copy releases.
         self._left = False
         self._disk_ended = True
         self._why = "the store is closed"
+        #: The node has failed: from then on it is lost, as one behind a broken socket.
+        self._failed = False
         self._disk: DiskTier | None = None
         self._locks()
         try:
@@ -181,7 +185,7 @@ class Embedded:
 
     @property
     def connected(self) -> bool:
-        """True until :meth:`close`, and in the process that opened it only."""
+        """True until :meth:`close` or a fault, and in the process that opened it only."""
         return self._open
 
     def request(
@@ -200,6 +204,10 @@ class Embedded:
             except BaseException:
                 self._line.abandon(identifier, message)
                 raise
+        except KVStoreError:
+            raise
+        except Exception as error:
+            raise self._lost(error) from error
         finally:
             self._answered.release()
         if isinstance(answer, wire.Failure):
@@ -228,6 +236,8 @@ class Embedded:
         if self._answered.acquire(timeout=wait_s):
             try:
                 self._tell_sent()
+            except Exception as error:
+                self._lost(error)
             finally:
                 self._answered.release()
 
@@ -243,17 +253,17 @@ class Embedded:
         It waits a limited time for copies in progress; an open view keeps the memory.
         """
         with self._moved:
-            if not self._open:
+            if self._closing:
                 return
-            self._open = False
+            self._open, self._closing = False, True
         with self._answered:
             self._answered.notify_all()
         with self._moved:
             ended = self._moved.wait_for(lambda: not self._movers, _MOVES_TIMEOUT_S)
-        with self._answered:
+        with self._surviving():
             self._tell_sent()
-            # The node's decisions are not carried out any more: there are no callers.
-            self.node.disconnected(self._connection, monotonic_ns(), ended=ended)
+            if not self._failed:  # its decisions are not carried out any more: nobody calls
+                self.node.disconnected(self._connection, monotonic_ns(), ended=ended)
         disk_ended = self._close_disk()
         with self._moved:
             self._left, self._disk_ended = True, disk_ended
@@ -266,7 +276,7 @@ class Embedded:
     def forked(self) -> None:
         """In a forked child: the store belongs to the parent; everything is a miss here."""
         self._locks()
-        self._open, self._left = False, False
+        self._open, self._left, self._closing = False, False, True
         self._why = "the parent opened this store before the fork: open another one"
         self._mapping.forked()
         self.memory.forked()
@@ -278,13 +288,38 @@ class Embedded:
         """The node's statistics and those of its tiers, as plain values.
 
         Raises:
-            PeerUnreachable: this is a forked child.
+            PeerUnreachable: this is a forked child, or the node has failed; the message says why.
         """
-        if not (self._open or self._left):
+        if self._failed or not (self._open or self._left):
             raise PeerUnreachable(self._why)
         with self._answered:
             counts: dict[str, Any] = to_builtins(self._desk.stats())
             return {**counts, "mover": mover.description}
+
+    def _lost(self, error: Exception) -> PeerUnreachable:
+        """Use the node no more after a fault in it, because its state cannot be trusted.
+
+        The caller holds the lock of the node.
+
+        Returns:
+            What to raise: reads become misses, and stores are dropped.
+        """
+        if not self._failed:
+            self._open, self._failed = False, True
+            self._why = f"the node in this process has failed: {error!r}"
+            log.error("everything is a miss from now on: %s", self._why, exc_info=error)
+        self._sent = deque(maxlen=0)  # it is told nothing any more
+        self._answered.notify_all()
+        return PeerUnreachable(self._why)
+
+    @contextmanager
+    def _surviving(self) -> Iterator[None]:
+        """Hold the lock of the node, which is lost after a fault in here."""
+        with self._answered:
+            try:
+                yield
+            except Exception as error:
+                self._lost(error)
 
     def _close_disk(self) -> bool:
         """Close the SSD tier within its time limit; False if the disk still uses the memory."""
@@ -293,10 +328,11 @@ class Embedded:
         self._has_work.set()
         self._driver.join(_MOVES_TIMEOUT_S)
         self._disk.close()
-        with self._answered:
-            self._disk.poll(monotonic_ns())
-            while self._disk.behind:  # the closed tier adds nothing
+        with self._surviving():
+            while not self._failed:
                 self._disk.poll(monotonic_ns())
+                if not self._disk.behind:  # the closed tier adds nothing
+                    break
         return self._disk.drain(0.0)
 
     def _drive(self) -> None:
@@ -304,9 +340,8 @@ class Embedded:
         while self._open:
             self._has_work.wait(_TICK_S)
             self._has_work.clear()
-            with self._answered:
-                if self._open:
-                    self._advance()
+            with self._surviving():
+                self._advance()
 
     def _begin(self) -> Use:
         with self._moved:
@@ -345,6 +380,9 @@ class Embedded:
         return answers.pop(identifier)
 
     def _advance(self) -> None:
+        """Process completions of the disk and deadlines, unless the node may not be used."""
+        if not self._open:
+            return
         self._tell_sent()
         if self._disk is not None:
             self._desk.poll_disk()
@@ -357,8 +395,6 @@ class Embedded:
         self._tell_sent()
         if 0 < self.node.next_deadline_ns() <= monotonic_ns():
             self._desk.advance()
-        if isinstance(message, wire.Stats):
-            raise ProtocolError("an embedded node has no statistics service; use stats()")
         self._desk.receive(self._connection, message)
         self._answered.notify_all()
 

@@ -5,9 +5,12 @@ queue has no thread that empties it, and sockets are shared with the parent. So 
 of these registers here, and is reset in the child before any other code runs.
 """
 
+import logging
 import os
 import weakref
 from typing import Final, Protocol
+
+log = logging.getLogger(__name__)
 
 
 class Forkable(Protocol):
@@ -35,7 +38,10 @@ def _in_child() -> None:
     global _forks
     _forks += 1
     for member in list(_members):
-        member.forked()
+        try:
+            member.forked()
+        except Exception:
+            log.exception("%s was not reset in a forked child", type(member).__name__)
 
 
 os.register_at_fork(after_in_child=_in_child)

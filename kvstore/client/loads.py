@@ -125,12 +125,12 @@ class Loader:
         waits = self._resources.waits
         at_once = max(1, len(keys) if order == "segment" else at_once)
         try:
-            if self._resources.promotion is not None and not loaded:
+            if self._resources.promotion is not None and not (loaded or _is_cancelled(progress)):
                 loaded, final = self._from_slab(keys, target, shard, progress, order)
                 if final:
                     return loaded
                 first, start = loaded, perf_counter()
-            while loaded < len(keys):
+            while loaded < len(keys) and not _is_cancelled(progress):
                 stop = min(loaded + at_once, len(keys))
                 part = target.pages(loaded, stop)
                 state.loaded = loaded
@@ -445,7 +445,7 @@ class Loader:
         if bool(good.all()) or not VERIFY:
             return len(good)
         first = int(np.argmin(good))
-        if progress is None or not progress.cancelled:
+        if not _is_cancelled(progress):
             self._quarantine(leased, keys, shard, first)
         return first
 
@@ -462,3 +462,7 @@ class Loader:
         log.error(
             "page %s failed its digest: quarantined; it counts as a miss", keys[index].hex()[:16]
         )
+
+
+def _is_cancelled(progress: mover.Progress | None) -> bool:
+    return progress is not None and progress.cancelled

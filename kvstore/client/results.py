@@ -50,7 +50,8 @@ class PutResult(NamedTuple):
     refused: int = 0
 
 
-MISS: Final = Hit(0)
+MISS: Final = Hit(0, tiers={"host": 0})
+"""The hit at a node that has none of the pages."""
 
 
 class RestoreResult(NamedTuple):

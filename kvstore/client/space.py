@@ -1,7 +1,7 @@
 """A space as one engine uses it: lookups, puts, gets, and copies between pages and its KV pool."""
 
 from collections.abc import Sequence
-from time import monotonic, perf_counter
+from time import perf_counter
 from typing import Final, overload
 
 import numpy.typing as npt
@@ -13,7 +13,7 @@ from kvstore.client.loads import DISK_WAIT_S, Loader, LoadState
 from kvstore.client.node_link import NodeLink
 from kvstore.client.resources import LOADS, Opened, StoreResources
 from kvstore.client.results import MISS, Hit, PageViews, PutResult, RestoreResult
-from kvstore.client.stores import Keep, ShardPages, Storer, summed
+from kvstore.client.stores import Backoff, Keep, ShardPages, Storer, summed
 from kvstore.config.cluster import NODES_MAX
 from kvstore.mover.kvpool import KVPool
 from kvstore.protocol import wire
@@ -103,7 +103,7 @@ class Space:
             self._size(shard)
         if not len(keys):
             return MISS
-        resources = self._resources
+        resources, found = self._resources, wire.Found(0, 0, 0)
         try:
             link = resources.waiting_link("lookup") if wait_s > 0 else resources.link
             opened = self.numbers(link)
@@ -116,15 +116,10 @@ class Space:
                 request.holder, request.held = holder, min(max(0, held), len(keys))
             answer = link.request(request, resources.timeout_s + wait_s, opened.epoch)
             assert isinstance(answer, wire.Found)
-            found: wire.Found | None = answer
+            found = answer
         except KVStoreError as error:
             resources.note_trouble(error)
-            found = None
         on_device = self._on_device(keys, shards)
-        if found is None:
-            if not on_device:
-                return MISS
-            found = wire.Found(0, 0, 0)
         pages = max(found.pages, on_device)
         on_disk = min(found.on_disk, pages - on_device)
         tiers = {"host": pages - on_device - on_disk}
@@ -324,7 +319,7 @@ class Space:
             if taken is not None:
                 return taken
         for start, stop in self._batches(len(keys), shard):
-            at, deadline = start, monotonic() + DISK_WAIT_S
+            at, backoff = start, Backoff()
             link, wait_s = self._resources.link, 0.0
             while at < stop:
                 part, busy = self._stores.put(
@@ -333,12 +328,11 @@ class Space:
                 decided = stop - at - part.refused
                 at += decided
                 parts.append(part)
-                if not part.refused or not busy or (not decided and monotonic() > deadline):
+                if not part.refused or not busy or backoff.is_over(decided, wait_s):
                     break
                 # Pages are being written to disk to free slots: wait for it on another connection.
                 parts[-1] = part._replace(refused=0)
                 link, wait_s = self._resources.waiting_link("store"), DISK_WAIT_S
-                deadline = monotonic() + DISK_WAIT_S
             if parts[-1].refused:
                 parts.append(PutResult(0, refused=len(keys) - stop))
                 break

@@ -1,7 +1,7 @@
 """Puts pages into the node's memory: with two round trips, or with one into a reserved slot."""
 
 from collections.abc import Callable, Sequence
-from time import monotonic
+from time import monotonic, sleep
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -9,7 +9,7 @@ import numpy as np
 from kvstore import mover
 from kvstore.client.ahead import ReservedSlot, ReservedSlots
 from kvstore.client.device import BlocksOnDevice
-from kvstore.client.loads import names
+from kvstore.client.loads import DISK_WAIT_S, names
 from kvstore.client.mapping import Use
 from kvstore.client.node_link import NodeLink
 from kvstore.client.resources import Opened, StoreResources
@@ -24,6 +24,8 @@ TURN_WAIT_S = 1.0
 """Maximum wait for a page that another writer should put before this writer's next one."""
 ALONE_S: Final = 10.0
 """How long a writer puts all pages itself after it has waited in vain."""
+BUSY_PAUSE_S: Final = 0.1
+"""Pause before a busy node is asked again that did not let a put wait."""
 
 
 class Keep(NamedTuple):
@@ -46,6 +48,28 @@ class ShardPages(NamedTuple):
     keys: PrefixKeys
     source: mover.Pieces
     shard: int
+
+
+class Backoff:
+    """When a put asks a busy node again: until 2 seconds after it last decided on a page."""
+
+    def __init__(self) -> None:
+        self._until = monotonic() + DISK_WAIT_S
+
+    def is_over(self, decided: int, wait_s: float) -> bool:
+        """Whether to give up; pauses before the next question if the last one could have waited.
+
+        Args:
+            decided: number of pages on which the node has decided now.
+            wait_s: seconds that the node could have waited; perhaps it refused at once.
+        """
+        if decided:
+            self._until = monotonic() + DISK_WAIT_S
+            return False
+        over = monotonic() > self._until
+        if wait_s and not over:
+            sleep(BUSY_PAUSE_S)
+        return over
 
 
 class Storer:

@@ -139,18 +139,18 @@ class EventTunnels:
             ours.close()
             theirs.close()
             raise
-        if writer.transport.is_closing():  # meanwhile; uvloop refuses to set its limits
-            requests.transport.abort()
-            theirs.close()
-            raise ConnectionResetError(_GONE)
-        self._publication.serve(theirs, replay=replay)
-        for one in (writer, requests):
-            one.transport.set_write_buffer_limits(_BUFFER_BYTES)
-        copying = [
-            asyncio.create_task(_copy(reader, requests)),
-            asyncio.create_task(_copy(events, writer, 0.0 if replay else _GATHER_S)),
-        ]
+        copying: list[asyncio.Task[None]] = []
         try:
+            if writer.transport.is_closing():  # meanwhile; uvloop refuses to set its limits
+                theirs.close()
+                raise ConnectionResetError(_GONE)
+            self._publication.serve(theirs, replay=replay)
+            for one in (writer, requests):
+                one.transport.set_write_buffer_limits(_BUFFER_BYTES)
+            copying += [
+                asyncio.create_task(_copy(reader, requests)),
+                asyncio.create_task(_copy(events, writer, 0.0 if replay else _GATHER_S)),
+            ]
             await asyncio.wait(copying, return_when=asyncio.FIRST_COMPLETED)
         finally:
             requests.transport.abort()

@@ -61,7 +61,7 @@ async def _serve(memory: int, control: socket.socket, companion: Companion | Non
 
     async def report() -> None:
         with contextlib.suppress(ConnectionError):  # the end of the socket is seen below
-            while True:
+            while not writer.transport.is_closing():
                 writer.write(framed(service.report()))
                 await writer.drain()
                 await asyncio.sleep(_REPORT_S)

@@ -114,7 +114,7 @@ def gather(
     """
     count = len(target_pages)
     digests = np.zeros((count, DIGEST_BYTES), dtype=np.uint8)
-    _run(Mode.GATHER, target_pages, page_bytes, seeds, digests, source, None, progress)
+    _run(MoverJob(Mode.GATHER, page_bytes, target_pages, seeds, digests, source, None, progress))
     return digests
 
 
@@ -154,14 +154,14 @@ def scatter(
         raise InvalidArgument("digests", f"{digests.shape} is not ({count}, {DIGEST_BYTES})")
     ok = np.zeros(count, dtype=np.bool_)
     mode = Mode.SCATTER if order == "page" else Mode.SCATTER_SEGMENTS
-    _run(mode, source_pages, page_bytes, seeds, digests, target, ok, progress)
+    _run(MoverJob(mode, page_bytes, source_pages, seeds, digests, target, ok, progress))
     return ok
 
 
 def digest(pages: Addresses, page_bytes: int, seeds: npt.NDArray[np.uint64]) -> Digests:
     """Digest pages; shapes as for :func:`gather`."""
     digests = np.zeros((len(pages), DIGEST_BYTES), dtype=np.uint8)
-    _run(Mode.DIGEST, pages, page_bytes, seeds, digests, None, None, None)
+    _run(MoverJob(Mode.DIGEST, page_bytes, pages, seeds, digests, None, None, None))
     return digests
 
 
@@ -174,35 +174,27 @@ def populate(address: int, length: int, write: bool) -> None:  # noqa: FBT001
         write: make the pages writable, else only readable.
 
     Raises:
-        TierUnavailable: the memory is not mapped with these rights, or memory is exhausted.
+        TierUnavailable: the memory is not mapped with these rights, or memory is exhausted. The
+            fallback, and Linux before 5.14, cannot tell: there a missing right ends the process.
     """
     if length > 0:
         _chosen.populate(address, length, write=write)
 
 
-def _run(
-    mode: Mode,
-    pages: Addresses,
-    page_bytes: int,
-    seeds: npt.NDArray[np.uint64],
-    digests: Digests,
-    pieces: Pieces | None,
-    ok: npt.NDArray[np.bool_] | None,
-    progress: Progress | None,
-) -> None:
-    """Check shapes, then run the job."""
-    count = len(digests)
-    if not 0 < page_bytes < 1 << 62:
-        raise InvalidArgument("page_bytes", f"{page_bytes} is outside 1..2**62-1")
-    pages = np.asarray(pages, dtype=np.uint64)
-    seeds = np.asarray(seeds, dtype=np.uint64)
+def _run(asked: MoverJob) -> None:
+    """Check its shapes, then run it; its addresses and seeds may be sequences of numbers."""
+    count = len(asked.digests)
+    if not 0 < asked.page_bytes < 1 << 62:
+        raise InvalidArgument("page_bytes", f"{asked.page_bytes} is outside 1..2**62-1")
+    pages = np.asarray(asked.pages, dtype=np.uint64)
+    seeds = np.asarray(asked.seeds, dtype=np.uint64)
     if pages.shape != (count,) or seeds.shape != (count,):
         raise InvalidArgument("seeds", f"pages {pages.shape}, seeds {seeds.shape}, not ({count},)")
-    if pieces is not None:
-        _check_shapes(pieces, count)
+    if asked.pieces is not None:
+        _check_shapes(asked.pieces, count)
     if not count:
         return
-    finished = _chosen.move(MoverJob(mode, page_bytes, pages, seeds, digests, pieces, ok, progress))
+    finished = _chosen.move(asked._replace(pages=pages, seeds=seeds))
     if finished < 0:
         why = "has an invalid address, or its pieces do not fill it exactly"
         raise InvalidArgument("pieces", f"page {-1 - finished} {why}")

@@ -234,13 +234,16 @@ static void touch(uint8_t *at, uint8_t *stop, size_t page_bytes, int writing) {
 /* Fault in whole memory pages around the range. Returns 0 or an errno. */
 EXPORT int32_t kv_populate(uint64_t address, uint64_t length, int32_t writing) {
     const uint64_t page_bytes = (uint64_t)sysconf(_SC_PAGESIZE);
-    const int advice = writing ? 23 : 22; /* MADV_POPULATE_WRITE, _READ: Linux 5.14 */
+    const int populate_read = 22, populate_write = 23; /* MADV_POPULATE_…: Linux 5.14 */
+    const int advice = writing ? populate_write : populate_read;
     uint64_t at = address / page_bytes * page_bytes, stop = address + length;
     if (stop < address || stop > UINT64_MAX - page_bytes) return EINVAL;
     while (at < stop) {
         uint64_t bytes = least(POPULATE_STEP, (stop - at + page_bytes - 1) / page_bytes * page_bytes);
         if (madvise((void *)(uintptr_t)at, bytes, advice) != 0) {
             if (errno != EINVAL && errno != ENOSYS) return errno;
+            /* An old kernel, or memory of a device; otherwise only the right to write is missing. */
+            if (writing && madvise((void *)(uintptr_t)at, bytes, populate_read) == 0) return EACCES;
             touch((uint8_t *)(uintptr_t)at, (uint8_t *)(uintptr_t)(at + bytes), page_bytes, writing);
         }
         at += bytes;

@@ -1,10 +1,12 @@
 """One HTTP request to a node's admin API, over TCP or over its Unix socket."""
 
 import http.client
+import io
 import socket
 import ssl
 from collections.abc import Mapping
-from typing import Final
+from time import monotonic
+from typing import Any, Final
 from urllib.parse import SplitResult, urlsplit
 
 from kvstore.config import HttpConfig
@@ -15,6 +17,8 @@ from kvstore.server.environment import admin_socket
 HERE: Final = f"unix://{admin_socket()}"
 """The default admin socket."""
 HERE_TCP: Final = f"http://{HttpConfig().host}:{HttpConfig().port}"
+ANSWER_BYTES_MAX: Final = 64 << 20
+"""Maximum bytes of the body of an answer."""
 
 
 class _UnixConnection(http.client.HTTPConnection):
@@ -29,6 +33,65 @@ class _UnixConnection(http.client.HTTPConnection):
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.sock.settimeout(self.timeout)
         self.sock.connect(self._path)
+
+
+class _Timed(io.RawIOBase):
+    """What comes from a socket within the socket's timeout, as a whole.
+
+    Args:
+        connection: the socket.
+        raw: reads from it.
+    """
+
+    def __init__(self, connection: socket.socket, raw: io.RawIOBase) -> None:
+        timeout_s = connection.gettimeout()
+        assert timeout_s is not None
+        self._connection = connection
+        self._raw = raw
+        self._deadline = monotonic() + timeout_s
+
+    def readable(self) -> bool:
+        """See :class:`io.RawIOBase`."""
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        """See :class:`io.RawIOBase`.
+
+        Raises:
+            TimeoutError: the time is over, even if bytes still come.
+        """
+        left_s = self._deadline - monotonic()
+        if left_s <= 0:
+            raise TimeoutError("timed out")
+        self._connection.settimeout(left_s)
+        return self._raw.readinto(buffer)
+
+    def close(self) -> None:
+        """See :class:`io.RawIOBase`."""
+        self._raw.close()
+        super().close()
+
+
+class _Answer(http.client.HTTPResponse):
+    """An answer that comes within the socket's timeout, as a whole."""
+
+    def __init__(self, sock: socket.socket, *arguments: Any, **options: Any) -> None:
+        super().__init__(sock, *arguments, **options)
+        assert isinstance(self.fp, io.BufferedReader)
+        self.fp = io.BufferedReader(_Timed(sock, self.fp.detach()))
+
+    def body(self) -> bytes:
+        """The whole body.
+
+        Raises:
+            http.client.HTTPException: it is too large, or broken.
+        """
+        if (self.length or 0) <= ANSWER_BYTES_MAX:
+            # With a length, a body that ends early is an error, but only if all of it is asked for.
+            body = self.read(ANSWER_BYTES_MAX + 1 if self.length is None else None)
+            if len(body) <= ANSWER_BYTES_MAX:
+                return body
+        raise http.client.HTTPException(f"the answer has more than {ANSWER_BYTES_MAX} bytes")
 
 
 def is_address(url: str) -> bool:
@@ -59,14 +122,16 @@ def send(
         path: path and query.
         body: JSON; None = none.
         token: bearer token; empty = none.
-        timeout_s: timeout of each step of the connection.
+        timeout_s: maximum seconds to connect, to send the request, and until the whole answer is
+            there, each.
         headers: additional headers.
 
     Returns:
         Status and body of the answer.
 
     Raises:
-        OSError, http.client.HTTPException: no answer, or not HTTP.
+        OSError, http.client.HTTPException: no answer in time, one that is not HTTP, or one of more
+            than 64 MiB.
     """
     every = dict(headers or {})
     if token:
@@ -75,12 +140,14 @@ def send(
         every.setdefault("Content-Type", "application/json")
     parts = urlsplit(url)
     connection = _connection(parts, timeout_s)
+    connection.response_class = _Answer
     try:
         connection.request(
             method, (parts.path if parts.scheme != "unix" else "") + path, body, every
         )
         answer = connection.getresponse()
-        return answer.status, answer.read()
+        assert isinstance(answer, _Answer)
+        return answer.status, answer.body()
     finally:
         connection.close()
 

@@ -26,6 +26,11 @@ _SO_PEERPIDFD: Final = 77
 _PEERCRED: Final = struct.Struct("3i")
 _UNIQUE_INODES_SINCE: Final = (6, 9)
 """From this kernel version on, all pidfds of a process have a unique inode number."""
+_NO_DESCRIPTOR: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+_ELSEWHERE: Final = (
+    "it is in another PID namespace, and this kernel (before Linux 6.5) does not report its exit;"
+    " share the PID namespace to avoid that"
+)
 
 
 class Credentials(NamedTuple):
@@ -66,7 +71,8 @@ class Processes:
         self._ended = ended
         self._pidfds: dict[int, int] = {}
         self._anonymous = count(-1, -1)
-        self._warned = False
+        #: Why processes were not watched, as far as the log says it.
+        self._said: set[str] = set()
 
     def add(self, connection: socket.socket, pid: int) -> Watched:
         """Watch the process behind a connection.
@@ -78,16 +84,11 @@ class Processes:
             pidfd = _open(connection, pid)
         except ProcessLookupError as error:
             raise ProtocolError(f"process {pid} has ended already") from error
+        except OSError as error:
+            hint = "; raise ulimit -n (LimitNOFILE)" if error.errno == errno.EMFILE else ""
+            return self._unwatched(pid, f"{error.strerror or error}{hint}")
         if pidfd is None:
-            if not self._warned:
-                self._warned = True
-                log.warning(
-                    "process %s cannot be watched: it is in another PID namespace, and this kernel"
-                    " (before Linux 6.5) does not report its exit. Memory that such processes hold"
-                    " is freed a minute after they end; share the PID namespace to avoid that",
-                    pid or "of a new connection",
-                )
-            return Watched(next(self._anonymous), watched=False)
+            return self._unwatched(pid, _ELSEWHERE)
         identity = self._identity(pidfd, pid)
         known = self._pidfds.get(identity)
         if known is not None and not _runs(known):
@@ -118,6 +119,17 @@ class Processes:
         for identity in list(self._pidfds):
             self.forget(identity)
 
+    def _unwatched(self, pid: int, why: str) -> Watched:
+        """A process whose exit will not be detected; each reason is logged once."""
+        if why not in self._said:
+            self._said.add(why)
+            log.warning(
+                "process %s cannot be watched: %s. Memory that such processes hold is freed a"
+                " minute after they end",
+                pid or "of a new connection", why,
+            )  # fmt: skip
+        return Watched(next(self._anonymous), watched=False)
+
     def _exited(self, identity: int) -> None:
         self.forget(identity)
         self._ended(identity)
@@ -129,25 +141,20 @@ class Processes:
 
 
 def _open(connection: socket.socket, pid: int) -> int | None:
-    """A pidfd of the peer, or None if it is not available.
+    """A pidfd of the peer, or None if the kernel gives none for a process of another namespace.
 
     Raises:
         ProcessLookupError: the process has exited.
+        OSError: there is no descriptor for it, or this process may not have one.
     """
     try:
         return connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
     except OSError as error:
         if error.errno in (errno.EINVAL, errno.ESRCH):  # until Linux 6.16: it was already reaped
             raise ProcessLookupError(error.errno, "it has ended") from error
-    if pid <= 0:
-        return None
-    try:
-        return os.pidfd_open(pid)
-    except ProcessLookupError:
-        raise
-    except OSError as error:
-        log.debug("no pidfd of process %d: %s", pid, error)
-        return None
+        if error.errno in _NO_DESCRIPTOR:
+            raise
+    return os.pidfd_open(pid) if pid > 0 else None
 
 
 def _inodes_are_unique() -> bool:

@@ -438,7 +438,8 @@ class CudaDevice:
                 " free memory",
                 "memlock",
             ) from error
-        weakref.finalize(memory, locked.remove, size)
+        # Its storage, which lives as long as any tensor over it, whichever way that was made.
+        weakref.finalize(memory.untyped_storage(), locked.remove, size)
         return memory
 
     @torch.inference_mode(mode=False)

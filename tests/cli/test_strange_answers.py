@@ -1,5 +1,6 @@
 """Goal: whatever answers the command ``kvstore``, and wherever it prints, it ends with a reason."""
 
+import json
 import ssl
 import sys
 from pathlib import Path
@@ -28,6 +29,28 @@ def test_a_listing_that_is_not_of_a_node_is_said(answer, monkeypatch, capsys):
 
     assert main(["spaces", "--url", URL]) == 1
     assert "is not the HTTP API of a node" in capsys.readouterr().err
+
+
+def endless(kind: str, number: int) -> bytes:
+    """One stretch of a listing that has no end: its cursor is the old one, or its entries are."""
+    row = {"space": 0 if kind == "entries" else number}
+    cursor: object = number if kind == "entries" else number % 3
+    return json.dumps({"spaces": [row], "next": [cursor] if kind == "list" else cursor}).encode()
+
+
+@pytest.mark.parametrize("kind", ["entries", "cursor", "list"])
+def test_a_listing_whose_stretches_repeat_ends(kind, monkeypatch):
+    asked: list[object] = []
+
+    def send(*to, **_how):
+        asked.append(to)
+        assert len(asked) < 50, "it is asked without end"
+        return 200, endless(kind, len(asked))
+
+    monkeypatch.setattr(client, "send", send)
+
+    with pytest.raises(PeerUnreachable, match="not the HTTP API of a node"):
+        Remote(URL).listed("spaces", "/v1/spaces", dict, {}, 1 << 40)
 
 
 def test_a_certificate_that_is_not_valid_is_named(monkeypatch, capsys):

@@ -5,6 +5,7 @@ import threading
 import numpy as np
 import pytest
 
+from kvstore import mover
 from kvstore.client.jobs import StoreJob
 from kvstore.client.resources import LOADS
 from kvstore.client.store import KVStore
@@ -38,3 +39,25 @@ def test_loads_that_copy_at_a_time_and_a_store_fit_the_quota():
         at_once = space._batch_pages(0) * space.page_bytes[0]
 
         assert (LOADS + 1) * at_once <= store._resources.link.quota_bytes == 1 << 19
+
+
+@pytest.mark.parametrize("order", ["page", "segment"])
+def test_a_load_that_was_cancelled_asks_for_nothing(store, order, monkeypatch):
+    space = open_space(store)
+    source, target = Pool(4, SIZE // 4, 4), Pool(4, SIZE // 4, 4)
+    source.fill(1)
+    keys = new_keys(space, 2)
+    space.extract_from_kvpool(source.kvpool, [3, 1], keys).result(TIMEOUT_S)
+    pieces = target.kvpool.pieces([0, 1], SIZE, 2, by_layer=order == "segment")
+    asked: list[object] = []
+    acquire = space._loads.acquire
+    monkeypatch.setattr(
+        space._loads, "acquire", lambda *to, **how: asked.append(to) or acquire(*to, **how)
+    )
+    cancelled = mover.Progress()
+    cancelled.cancel()
+
+    assert space.load_pieces(keys, pieces, 0, cancelled, order) == 0
+    assert not asked
+    assert space.load_pieces(keys, pieces, 0, mover.Progress(), order) == 2
+    assert len(asked) == 1

@@ -201,6 +201,36 @@ async def _trickle(raw: socket.socket, pieces: int) -> None:
 
 
 @in_loop
+async def test_a_publication_that_fails_leaves_no_connection() -> None:
+    given: list[socket.socket] = []
+
+    class Failing:
+        def serve(self, raw: socket.socket, *, replay: bool) -> None:
+            given.append(raw)
+            raise RuntimeError("no room")
+
+    tunnels = EventTunnels(Failing())
+    ours, theirs = socket.socketpair()
+    at_node = await asyncio.open_connection(sock=theirs)
+    with ours:
+        with pytest.raises(RuntimeError, match="no room"):
+            await tunnels.serve_events(*at_node, HELLO)
+
+        await eventually(lambda: _waiting(ours) == b"", "the follower is told")
+        await eventually(lambda: _waiting(given[0]) == b"", "the publisher's end is told")
+    given[0].close()
+    assert not tunnels.stats().following
+
+
+def _waiting(raw: socket.socket) -> bytes | None:
+    """What a socket has to read; empty if its other end is closed, None if nothing has come."""
+    try:
+        return raw.recv(1, socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return None
+
+
+@in_loop
 async def test_more_followers_than_may_be_are_cut_off_and_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

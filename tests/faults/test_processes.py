@@ -7,6 +7,7 @@ nobody writes there any more.
 import asyncio
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -171,6 +172,31 @@ def test_a_process_id_that_was_given_away_again_is_another_process(monkeypatch):
             processes.close()
 
     asyncio.run(scene())
+
+
+def test_where_no_descriptor_is_left_that_is_said_and_later_processes_are_watched(caplog):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    async def scene() -> None:
+        processes = Processes(lambda _identity: None)
+        here, there = socket.socketpair()
+        with here, there:
+            lowest = os.dup(0)
+            os.close(lowest)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+            try:
+                full = [processes.add(here, pid) for pid in (os.getpid(), os.getpid(), 0)]
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            assert not any(one.watched for one in full)
+            assert len({one.identity for one in full}) == 3
+            assert processes.add(here, os.getpid()).watched
+            processes.close()
+
+    asyncio.run(scene())
+    (said,) = [one.getMessage() for one in caplog.records if one.name == Processes.__module__]
+    assert "cannot be watched: Too many open files" in said
+    assert "namespace" not in said
 
 
 # Who may connect

@@ -141,12 +141,29 @@ def cuda(monkeypatch) -> gpu.CudaDevice:
     return gpu.CudaDevice("cuda:0")
 
 
-def test_the_rings_of_a_process_are_together_no_more_than_it_may_lock(cuda, monkeypatch):
+def in_inference_mode(memory: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        return memory[:8]
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda memory: memory[:8],
+        in_inference_mode,
+        lambda memory: memory.detach(),
+        lambda memory: memory.numpy(),
+        lambda memory: memory.untyped_storage(),
+        lambda memory: torch.empty(0, dtype=torch.uint8).set_(memory.untyped_storage()),
+    ],
+    ids=["part", "inference", "detached", "array", "storage", "over"],
+)
+def test_the_rings_of_a_process_are_together_no_more_than_it_may_lock(view, cuda, monkeypatch):
     first = cuda.pinned(12 << 20)
     with pytest.raises(DeviceUnavailable, match=r"25165824 bytes.*RLIMIT_MEMLOCK") as raised:
         cuda.pinned(12 << 20)
     assert raised.value.cause == "memlock"
-    part = first[:8]
+    part = view(first)
     del first
     with pytest.raises(DeviceUnavailable, match="RLIMIT_MEMLOCK"):
         cuda.pinned(12 << 20)  # its memory is still in use
