@@ -231,11 +231,15 @@ class Senders:
         effects: list[Effect] = []
         one = self._rooms.get(message.room) or self._first_heard(link, message, now_ns, effects)
         if one is None:
-            return self._answer_late(link, message)
+            self.counts["late_messages"] += 1
+            why = self._missed.why(message.room)
+            why = why or unopened.refusal(self._rank, unopened.WHY_USED)
+            return unopened.answer(link, message, why, doubtful=message.room in self._doubts)
         leg = self._links.leg(one, link)
-        if leg is None:
+        if leg is None:  # nothing was submitted on this link, so it cannot be in doubt
             self.counts["foreign_messages"] += 1
-            return effects
+            why = unopened.refusal(self._rank, unopened.WHY_FOREIGN)
+            return unopened.answer(link, message, why, doubtful=False)
         if one.progress.ended:
             self.counts["late_messages"] += not isinstance(message, Abort)
             return effects + self._answer_ended(one, leg, message)
@@ -340,19 +344,6 @@ class Senders:
             self._remove(one)
             self.counts["gave_way"] += 1
         return effects
-
-    def _answer_late(self, link: bytes, message: FromDecode) -> list[Effect]:
-        """Answer a message for a room that is not in the table: nothing arrives any more."""
-        assert not isinstance(message, HandoffPing)
-        self.counts["late_messages"] += 1
-        room = message.room
-        if isinstance(message, Done):
-            return []
-        if isinstance(message, Abort):
-            return [SendTo(link, Drained(room, room in self._doubts))]
-        failure = self._missed.why(room) or unopened.refusal(self._rank, unopened.WHY_USED)
-        drained = Drained(room, room in self._doubts)
-        return [SendTo(link, Failed(room, failure)), SendTo(link, drained)]
 
     def _answer_ended(self, one: SendingRoom, leg: SendingLeg, message: FromDecode) -> list[Effect]:
         """Answer for an ended handoff: decode may have just connected, or missed a message."""

@@ -1,4 +1,4 @@
-"""Limits for messages about requests that the engine does not have yet. Pure.
+"""Limits for messages about requests that the engine does not have yet, and answers. Pure.
 
 All peers share the limits. A peer may use them up, and gives way to one that has less: its oldest
 request is dropped. The limits are shared first among addresses, then among the decode engines at an
@@ -9,7 +9,16 @@ from collections import Counter, deque
 from collections.abc import Collection
 from typing import Final
 
-from kvstore.handoff.messages import Announce
+from kvstore.handoff.effects import Effect, SendTo
+from kvstore.handoff.messages import (
+    Abort,
+    Announce,
+    Done,
+    Drained,
+    Failed,
+    FromDecode,
+    HandoffPing,
+)
 from kvstore.handoff.places import NUMBER_BYTES
 from kvstore.handoff.states import FailureCode, HandoffFailure, HandoffSide, Layer
 from kvstore.handoff.tables import SendingRoom, Speaker
@@ -24,11 +33,33 @@ MISSED_KEPT = 4_096
 WHY_GAVE_WAY: Final = "it has not come here, and other peers have fewer such requests"
 WHY_FULL: Final = "too many handoffs are waiting"
 WHY_USED: Final = "the room was used before"
+WHY_FOREIGN: Final = "another decode engine has the room"
 
 
 def refusal(rank: int, why: str) -> HandoffFailure:
     """What a rank of prefill answers to a handoff that it does not begin."""
     return HandoffFailure(FailureCode.REFUSED, HandoffSide.PREFILL, rank, Layer.PROTOCOL, why)
+
+
+def answer(
+    link: bytes, message: FromDecode, failure: HandoffFailure, *, doubtful: bool
+) -> list[Effect]:
+    """Answer a message about a room of which nothing is submitted over its link.
+
+    Without an answer decode keeps its blocks, asks again, and closes the link at last.
+
+    Args:
+        link: over which the message came.
+        message: of decode.
+        failure: why nothing is sent.
+        doubtful: bytes of the room may still arrive, although nothing is sent any more.
+    """
+    if isinstance(message, HandoffPing | Done):
+        return []
+    drained = SendTo(link, Drained(message.room, doubtful))
+    if isinstance(message, Abort):
+        return [drained]
+    return [SendTo(link, Failed(message.room, failure)), drained]
 
 
 class MissedRooms:
