@@ -327,10 +327,11 @@ class Senders:
         room = message.room
         if isinstance(message, Done) or room in self._seen or room in self._missed:
             return None
-        given_up = unopened.make_place(self._rooms.values(), self._links.origin(link))
+        origin = self._links.origin(link)
+        given_up = unopened.make_place(self._rooms.values(), origin)
         if given_up is None or len(self._rooms) - len(given_up) >= ROOMS_MAX:
             # decode frees its blocks when it hears this: what it sent before must start nothing
-            self._missed.refuse(room, self._rank)
+            self._missed.refuse(room, self._rank, origin)
             return None
         effects += self._give_up(given_up, now_ns)
         return self._add(room, now_ns, link)
@@ -472,4 +473,4 @@ class Senders:
     def _remove(self, one: SendingRoom) -> None:
         """Remove a handoff from the table; its request may still arrive."""
         if self._rooms.pop(one.room, None) is not None and not one.opened:
-            self._missed.add(one.room, one.progress.failure, self._rank)
+            self._missed.add(one.room, one.progress.failure, self._rank, one.origin)
