@@ -22,6 +22,7 @@ from kvstore.handoff.links import (
     PushLink,
     Ticker,
     cause_of,
+    longest_idle,
     note_refused,
     refusals,
     send_limit_s,
@@ -54,8 +55,8 @@ from kvstore.process.tls import CertificateFiles
 from kvstore.protocol.errors import DeviceUnavailable, KVStoreError
 from kvstore.transport.streams import DataStream
 
-LINKS_MAX: Final = 256
-"""Ranks of decode engines at a time."""
+LINKS_MAX = 256
+"""Maximum linked ranks of decode engines; of more, the one that is idle for longest gives way."""
 _LOG: Final = logging.getLogger(__name__)
 
 
@@ -303,23 +304,37 @@ class PrefillManager:
     def _link(self, number: bytes, peer: str) -> PushLink | None:
         with self._lock:
             link = self._links.get(number)
-            if link is None and len(self._links) < LINKS_MAX and not self._closed:
+            is_new = link is None and not self._closed
+            if is_new and (len(self._links) < LINKS_MAX or self._give_way()):
                 link = self._links[number] = PushLink(number, peer)
             return link
 
+    def _give_way(self) -> bool:
+        """Close the link that is idle for longest, under the lock; False = none is."""
+        busy = self._core.busy_links()
+        idle = longest_idle(one for one in self._links.values() if one.number not in busy)
+        if idle is not None:
+            self.faults.count("idle_links_closed")
+            self._dropped(idle, FailureCode.CLOSED, "others need its place")
+        return idle is not None
+
     def _drop(self, link: PushLink, code: FailureCode, why: str) -> None:
         """Close a link, and fail the handoffs on it."""
-        link.close()
         with self._lock:
-            if self._links.get(link.number) is not link:  # or its peer has made it again
-                return
-            del self._links[link.number]
-            now_ns = time.monotonic_ns()
-            self._carry_out(self._core.closed(link.number, code, f"{link.peer}: {why}", now_ns))
-            failure = self._failure(code, why)
-            unread = self._reads.drop(link.number) if self._reads is not None else []
-            for job in link.outbox.left() + unread:
-                self._carry_out(self._end_job(job, failure))
+            self._dropped(link, code, why)
+
+    def _dropped(self, link: PushLink, code: FailureCode, why: str) -> None:
+        """The same under the lock."""
+        link.close()
+        if self._links.get(link.number) is not link:  # or its peer has made it again
+            return
+        del self._links[link.number]
+        now_ns = time.monotonic_ns()
+        self._carry_out(self._core.closed(link.number, code, f"{link.peer}: {why}", now_ns))
+        failure = self._failure(code, why)
+        unread = self._reads.drop(link.number) if self._reads is not None else []
+        for job in link.outbox.left() + unread:
+            self._carry_out(self._end_job(job, failure))
 
     def _read(self, link: PushLink, sealed: SealedStream) -> None:
         """Read decode's messages until the link ends."""
@@ -378,8 +393,7 @@ class PrefillManager:
             if failure is None:  # before anything that follows from the job's end
                 self._carry_out([SendTo(job.link, message)])
             now_ns = time.monotonic_ns()
-            effects = self._core.completed(job.number, failure, now_ns, doubtful=doubtful)
-            self._carry_out(effects)
+            self._carry_out(self._core.completed(job.number, failure, now_ns, doubtful=doubtful))
 
     def _completed(self, job: PushJob, failure: HandoffFailure | None) -> None:
         with self._lock:

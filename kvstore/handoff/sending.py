@@ -215,6 +215,10 @@ class Senders:
         one = self._rooms.get(room)
         return one is not None and (not one.progress.ended or one.submitted > 0)
 
+    def busy_links(self) -> set[bytes]:
+        """The links on which a handoff lives."""
+        return {link for one in self._rooms.values() for link in one.busy}
+
     # ---- the other side ---------------------------------------------------------------------
 
     def linked(self, link: bytes, target: LinkTarget, origin: str = "") -> None:
