@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kvstore.handoff.crowd import Crowd
+from kvstore.handoff.crowd import BACKLOG, Crowd
 from kvstore.handoff.greeting import proof_of
 from kvstore.handoff.messages import UNREADABLE
 from kvstore.handoff.ranks import RANKS_MAX
@@ -47,7 +47,7 @@ _WAIT_S: Final = 2.0
 """For each step of a connection."""
 _REQUEST_S = 5.0
 """For a whole request and its answer; then the connection is cut."""
-_REQUESTS_MAX: Final = 32
+_REQUESTS_MAX = 64
 _BOOTS_KEPT: Final = 16
 """Boots of a rank that were replaced and are remembered."""
 _HEADER: Final = "Kvstore-Proof"
@@ -211,7 +211,7 @@ class HandoffRegistry:
 
         class RankServer(ThreadingHTTPServer):
             daemon_threads = False
-            request_queue_size = 2 * _REQUESTS_MAX
+            request_queue_size = BACKLOG
 
             def process_request(self, request: Any, client_address: Any) -> None:
                 start = partial(super().process_request, request, client_address)
@@ -273,12 +273,12 @@ class HandoffRegistry:
         return stream
 
     def starts(self, start: Callable[[], None], request: socket.socket, peer: str) -> bool:
-        """Start the thread of a request; if there are too many, the oldest gives way.
+        """Start the thread of a request, once it has a place; see :class:`Crowd`.
 
         Returns:
             Whether it runs.
         """
-        has_place, are_many = self._crowd.enter(request, partial(_cut, request))
+        has_place, are_many = self._crowd.enter(request, partial(_cut, request), peer)
         if are_many:
             self.faults.note("crowd", f"{peer}: too many requests at a time")
         if not has_place:

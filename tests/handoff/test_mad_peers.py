@@ -108,7 +108,7 @@ def test_links_that_break_when_they_are_made_do_not_take_those_of_the_next_try(
 
 
 def test_strangers_who_connect_and_say_nothing_keep_no_engine_out(wait_until):
-    """More than may greet at a time: the one that has said nothing for longest gives way."""
+    """More than may greet at a time: those that have said nothing for longest give way."""
     with managers() as pair, contextlib.ExitStack() as strangers:
         place = host_and_port(pair.prefill.address)
         for _ in range(3 * GREETINGS_MAX):
