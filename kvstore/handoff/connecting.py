@@ -10,14 +10,12 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from random import uniform
 from typing import Final
 
-from kvstore.handoff.greeting import Greeter, Purpose
+from kvstore.handoff.greeting import CONNECT_S, Greeter, Purpose
 from kvstore.handoff.links import PushLink
 from kvstore.handoff.peers import PeerRank
 from kvstore.protocol.errors import InvalidArgument, KVStoreError, PeerUnreachable, ProtocolError
 from kvstore.transport.streams import connect, host_and_port
 
-CONNECT_S: Final = 2.0
-"""Time limit of one connection, before its greeting."""
 LINKING_S: Final = 20.0
 """Time limit for the links to all ranks of an instance: a handoff usually waits 30 s for them."""
 TRIES_MAX: Final = 3

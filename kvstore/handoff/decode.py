@@ -13,9 +13,9 @@ from types import MappingProxyType
 from typing import Final
 
 from kvstore.handoff.aux_data import AUX_BYTES_MAX, AuxData, decode_aux
-from kvstore.handoff.connecting import CONNECT_S, end_links, link_peer, link_to
+from kvstore.handoff.connecting import end_links, link_peer, link_to
 from kvstore.handoff.effects import Effect, EndEngine, EndLink, Landing, SendTo
-from kvstore.handoff.greeting import Greeter, SealedStream
+from kvstore.handoff.greeting import CONNECT_S, Greeter, SealedStream
 from kvstore.handoff.landings import DeviceReader, HostReader, open_landings, skip
 from kvstore.handoff.links import (
     LinkThreads,
@@ -132,17 +132,19 @@ class DecodeManager:
         Raises:
             InvalidArgument: the room was used before, or an argument is wrong.
             CapacityError: too many handoffs are in progress, or with too many instances, or too
-                many blocks are in LIMBO because of this instance: compute the request, or ask
-                another instance.
+                many blocks are in LIMBO because of this instance, or the manager is closed: compute
+                the request, or ask another instance.
         """
         client = RegistryClient(registry, self._secret, self._tls)
         with self._lock:
+            if self._over.is_set():
+                raise CapacityError("the manager was closed", "closed")
             are_full = registry not in self._links and len(self._links) >= PEERS_MAX
             if are_full and not self._give_way():
                 raise CapacityError(f"{PEERS_MAX} prefill instances are in use", "peers")
             progress, effects = self._core.open(room, registry, token_count, time.monotonic_ns())
             self._carry_out(effects)
-            if registry not in self._links and not self._over.is_set():
+            if registry not in self._links:
                 peer = self._links[registry] = PeerLinks(registry)
                 try:
                     self._threads.start(lambda: self._serve(peer, client), "kvstore-handoff-reader")

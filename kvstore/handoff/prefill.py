@@ -15,7 +15,7 @@ from typing import Final
 from kvstore.handoff.aux_data import AuxData, encode_aux
 from kvstore.handoff.device_reads import DeviceReads
 from kvstore.handoff.effects import Effect, PushJob, SendTo, Submit
-from kvstore.handoff.greeting import GREETING_S, PROTOCOL, Greeter, SealedStream
+from kvstore.handoff.greeting import CONNECT_S, GREETING_S, PROTOCOL, Greeter, SealedStream
 from kvstore.handoff.job_watch import JobObserver, JobWatch
 from kvstore.handoff.links import (
     LinkThreads,
@@ -52,7 +52,7 @@ from kvstore.handoff.writing import BlockWriter
 from kvstore.mover.push_way import DeviceFence
 from kvstore.process.faults import Faults
 from kvstore.process.tls import CertificateFiles
-from kvstore.protocol.errors import DeviceUnavailable, KVStoreError
+from kvstore.protocol.errors import CapacityError, DeviceUnavailable, KVStoreError
 from kvstore.transport.streams import DataStream
 
 LINKS_MAX = 256
@@ -139,9 +139,12 @@ class PrefillManager:
 
         Raises:
             InvalidArgument: the room was used before, or a number is wrong.
-            CapacityError: too many handoffs are in progress; nothing was started.
+            CapacityError: too many handoffs are in progress, or the manager is closed; nothing was
+                started.
         """
         with self._lock:
+            if self._closed:
+                raise CapacityError("the manager was closed", "closed")
             progress, effects = self._core.open(room, token_count, time.monotonic_ns())
             self._carry_out(effects)
         return Sender(self, room, progress)
@@ -188,8 +191,7 @@ class PrefillManager:
         if self._reads is not None:
             self._reads.close()
         self._ticker.close()
-        for one in self.describe():  # those that decode had not spoken of
-            self.abort(one.room)
+        self.act(Senders.abort_all)  # those that decode had not spoken of
 
     # ---- what senders call ------------------------------------------------------------------
 
@@ -291,7 +293,7 @@ class PrefillManager:
             if not link.is_closed:
                 self._core.linked(link.number, target, peer)
         try:
-            if not link.connected.wait(GREETING_S):
+            if not link.connected.wait(CONNECT_S + GREETING_S):
                 self._fault(link, FailureCode.PEER_CLOSED, "it made one connection only")
             elif greeting.purpose == "messages":
                 self._read(link, sealed)

@@ -198,6 +198,10 @@ class Senders:
         why = "the prefill engine gave it up"
         return self._fail(self._rooms[room], FailureCode.ABORTED, Layer.PROTOCOL, why, now_ns)
 
+    def abort_all(self, now_ns: int) -> list[Effect]:
+        """The engine gives all requests up."""
+        return [effect for room in self._rooms for effect in self.abort(room, now_ns)]
+
     def device_failed(self, room: int, why: str, now_ns: int) -> list[Effect]:
         """The device of the pool cannot say when the blocks are written."""
         return self._fail(self._rooms[room], FailureCode.DEVICE, Layer.TRANSPORT, why, now_ns)
