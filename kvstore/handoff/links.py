@@ -25,6 +25,8 @@ PING_S: Final = 0.4
 SEND_S: Final = 15.0
 """A frame that is not written within this time closes its link, unless the silence limit is
 longer."""
+TICK_S: Final = 5.0
+"""A call of a ticker that takes longer is not waited for."""
 IDLE_S = 1.0
 """A link on which no handoff lives gives way to another one after this time: its last messages have
 arrived by then."""
@@ -275,10 +277,11 @@ class Ticker:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
-        """Stop, and wait for the thread."""
+    def close(self, within_s: float = TICK_S) -> bool:
+        """Stop, and wait for the thread, at most ``within_s``; returns whether it has ended."""
         self._over.set()
-        self._thread.join()
+        self._thread.join(within_s)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         while not self._over.wait(self._every_s):

@@ -151,6 +151,8 @@ def test_wrong_calls_are_refused_by_field_and_change_nothing(wait_until):
             (lambda: pair.decode.receiver(2, "ftp://x", 64), "registry"),
             (lambda: pair.decode.receiver(2, "http://[1", 64), "registry"),
             (lambda: pair.decode.receiver(2, "http://x:y", 64), "registry"),
+            (lambda: pair.decode.receiver(2, "http://a..b:80", 64), "registry"),
+            (lambda: pair.decode.receiver(2, f"http://{'x' * 64}.b:80", 64), "registry"),
             (lambda: pair.prefill.sender(1, 64), "room"),
             (lambda: pair.prefill.sender(3, 0), "token_count"),
             (lambda: sender.send(range(1), range(2), [0]), "blocks"),
