@@ -3,6 +3,9 @@
 ``/kvstore/CLUSTER/settings`` and ``/kvstore/CLUSTER/nodes/NAME`` are JSON; the latter are attached
 to the lease of their node.
 
+Of too many records, a node reads its own, and those that were there first; of a record that is too
+long, only the beginning.
+
 The calls are those that ``aetcd`` has generated. Its client is not used: it has no TLS, and keeps
 one connection and one token for good.
 """
@@ -16,6 +19,7 @@ import grpc
 from aetcd import rpc
 
 from kvstore.cluster.access import EndpointTurns, StoreServers, read_login, read_pem
+from kvstore.cluster.records import RECORD_BYTES_MAX, RECORDS_MAX
 from kvstore.cluster.store import CALL_S, LEASE_S
 from kvstore.protocol.errors import (
     InvalidArgument,
@@ -56,10 +60,13 @@ class EtcdStore:
         self._turns = EndpointTurns(servers)
         self._settings = f"/kvstore/{cluster}/settings".encode()
         self._nodes = f"/kvstore/{cluster}/nodes/".encode()
+        self._end = self._nodes[:-1] + bytes([self._nodes[-1] + 1])
         self._channel: Any = None
         self._metadata: tuple[tuple[str, str], ...] = ()
         #: The lease of this process, over all connections; 0 = none.
         self._lease = 0
+        #: Name of the record that this process has claimed.
+        self._own = ""
 
     async def open(self) -> None:
         """See :meth:`kvstore.cluster.store.RecordStore.open`."""
@@ -94,7 +101,10 @@ class EtcdStore:
             asked = rpc.LeaseGrantRequest(TTL=int(self.lease_s))
             granted = await self._call(lambda: rpc.LeaseStub(self._open()).LeaseGrant, asked)
             self._lease = granted.ID
-        return await self._swap(self._nodes + name.encode(), value, expected, self._lease)
+        there = await self._swap(self._nodes + name.encode(), value, expected, self._lease)
+        if there is None:
+            self._own = name
+        return there
 
     async def renew(self) -> bool:
         """See :meth:`kvstore.cluster.store.RecordStore.renew`."""
@@ -129,14 +139,12 @@ class EtcdStore:
 
     async def watch(self) -> AsyncGenerator[Mapping[str, bytes], None]:
         """See :meth:`kvstore.cluster.store.RecordStore.watch`."""
-        end = self._nodes[:-1] + bytes([self._nodes[-1] + 1])
-        asked = rpc.RangeRequest(key=self._nodes, range_end=end)
-        present = await self._call(lambda: rpc.KVStub(self._open()).Range, asked)
-        records = {self._name(one.key): one.value for one in present.kvs}
+        records, are_more, listed = await self._list()
         stream = rpc.WatchStub(self._open()).Watch(metadata=self._metadata)
         create = rpc.WatchCreateRequest(
-            key=self._nodes, range_end=end, start_revision=present.header.revision + 1
+            key=self._nodes, range_end=self._end, start_revision=listed + 1
         )
+        listed = -1
         try:
             await self._bounded(stream.write(rpc.WatchRequest(create_request=create)))
             self._continues(await self._bounded(stream.read()))
@@ -148,14 +156,42 @@ class EtcdStore:
                     raise _translated(error) from error
                 for change in answer.events:
                     name = self._name(change.kv.key)
+                    if change.kv.mod_revision <= listed:
+                        continue  # it came between the list and the watch
                     if change.type == rpc.Event.DELETE:
                         records.pop(name, None)
+                    elif name in records or name == self._own or len(records) < RECORDS_MAX:
+                        records[name] = _begun(change.kv.value)
                     else:
-                        records[name] = change.kv.value
+                        are_more = True
+                if are_more and len(records) < RECORDS_MAX:
+                    records, are_more, listed = await self._list()
                 if answer.events:
                     yield dict(records)
         finally:
             stream.cancel()
+
+    async def _list(self) -> tuple[dict[str, bytes], bool, int]:
+        """The records that are read.
+
+        Returns:
+            the records, whether there are more, and the revision of the store.
+        """
+        asked = rpc.RangeRequest(
+            key=self._nodes, range_end=self._end, limit=RECORDS_MAX,
+            sort_target=rpc.RangeRequest.CREATE, sort_order=rpc.RangeRequest.ASCEND,
+        )  # fmt: skip
+        found = await self._call(lambda: rpc.KVStub(self._open()).Range, asked)
+        kvs, revision = found.kvs[:RECORDS_MAX], found.header.revision
+        records = {self._name(one.key): _begun(one.value) for one in kvs}
+        are_more = found.more or len(found.kvs) > RECORDS_MAX
+        if are_more and self._own and self._own not in records:
+            asked = rpc.RangeRequest(key=self._nodes + self._own.encode())
+            found = await self._call(lambda: rpc.KVStub(self._open()).Range, asked)
+            if found.kvs:
+                records.popitem()
+                records[self._own] = _begun(found.kvs[0].value)
+        return records, are_more, revision
 
     async def _login(self) -> None:
         """Get a token, if there is a login."""
@@ -223,7 +259,12 @@ class EtcdStore:
         return answer
 
     def _name(self, key: bytes) -> str:
-        return key[len(self._nodes) :].decode(errors="replace")
+        return _begun(key[len(self._nodes) :]).decode(errors="replace")
+
+
+def _begun(value: bytes) -> bytes:
+    """The beginning of a record, or of its name: enough to see that it is too long."""
+    return value[: RECORD_BYTES_MAX + 1]
 
 
 def _is(key: bytes, value: bytes | None) -> Any:

@@ -15,6 +15,8 @@ them differently would take each other's pages for corrupt ones."""
 PROTOCOL: Final = f"{wire.PROTOCOL_MAJOR}.{wire.PROTOCOL_MINOR}"
 RECORD_BYTES_MAX: Final = 16 << 10
 """Maximum size of a readable record."""
+RECORDS_MAX = 1_024
+"""Maximum records of a store that are read."""
 TRANSPORTS_MAX: Final = 16
 
 NodeState = Literal["up", "draining"]

@@ -3,6 +3,9 @@
 ``kvstore:{CLUSTER}:settings`` and ``kvstore:{CLUSTER}:node:NAME`` are strings of JSON; the latter
 expire (PX). ``kvstore:{CLUSTER}:nodes`` is a sorted set of names by the time, in ms, at which they
 expire, so that keys need not be searched. All changes are scripts, so each is atomic.
+
+Of too many records, a node reads its own, then those that it has read before, then the others, the
+next one to expire first; of a record that is too long, only the beginning.
 """
 
 import asyncio
@@ -14,7 +17,7 @@ from redis.asyncio import Redis
 
 from kvstore.cluster.access import StoreServers
 from kvstore.cluster.greeting import NODE_NAME
-from kvstore.cluster.records import RECORD_BYTES_MAX
+from kvstore.cluster.records import RECORD_BYTES_MAX, RECORDS_MAX
 from kvstore.cluster.redis_client import PRIMARY_ONLY, disconnect, redis_clients, trouble_of
 from kvstore.cluster.store import CALL_S, LEASE_S
 from kvstore.protocol.errors import InvalidArgument, PeerUnreachable, TransferTimeout, printable
@@ -22,10 +25,6 @@ from kvstore.protocol.errors import InvalidArgument, PeerUnreachable, TransferTi
 _T = TypeVar("_T")
 _NOT_ASKED: Final = "its answer is not what was asked for"
 
-RECORDS_MAX: Final = 1_024
-"""Maximum records that are read; a node uses fewer: its own first, then those that were read
-before, then the others, the next one to expire first. Of a record that is too long, only the
-beginning is read."""
 POLL_S: Final = 0.5
 """Maximum delay until changes are seen."""
 

@@ -7,21 +7,67 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from random import uniform
 from typing import Final
 
-from kvstore.handoff.greeting import Greeter, Purpose
+from kvstore.handoff.greeting import CONNECT_S, Greeter, Purpose
 from kvstore.handoff.links import PushLink
 from kvstore.handoff.peers import PeerRank
 from kvstore.protocol.errors import InvalidArgument, KVStoreError, PeerUnreachable, ProtocolError
 from kvstore.transport.streams import connect, host_and_port
 
-CONNECT_S: Final = 2.0
-"""Time limit of one connection, before its greeting."""
 LINKING_S: Final = 20.0
 """Time limit for the links to all ranks of an instance: a handoff usually waits 30 s for them."""
+TRIES_MAX: Final = 3
+"""Attempts to ask the registry and connect; then the waiting handoffs fail."""
+PAUSE_S: Final = 0.2
+"""Pause before the second attempt, on average; each further one is three times as long."""
 LINKING_MAX = 16
 """Links that are connected in parallel; so 256 ranks that take a second each are linked in time."""
 PURPOSES: Final[tuple[Purpose, ...]] = ("messages", "pushes")
+
+
+def link_peer(
+    find: Callable[[], Sequence[PeerRank]], make: Callable[[PeerRank, int], None],
+    made: list[tuple[PeerRank, PushLink]], silence_s: float, over: threading.Event,
+) -> None:  # fmt: skip
+    """Connect the links to all ranks of an instance; retry early failures.
+
+    Pauses grow, and differ by up to a half: when a prefill instance starts again all decode ranks
+    come at once, and must not come back together.
+
+    Args:
+        find: asks the registry for the ranks.
+        make: connects one link, until the given time, and adds it to ``made``; called by several
+            threads.
+        made: the links; the caller ends them if this raises.
+        silence_s: a failure after this time is not retried.
+        over: ends the pauses.
+
+    Raises:
+        KVStoreError: the last attempt has failed.
+    """
+    begun, pause_s = time.monotonic(), PAUSE_S
+    until_ns = time.monotonic_ns() + int(LINKING_S * 1e9)
+    for number in range(TRIES_MAX):
+        try:
+            link_all(find(), make, until_ns)
+            if any(link.is_closed for _, link in made):
+                raise PeerUnreachable("a link was closed while others were made")
+        except ValueError as error:
+            raise ProtocolError(f"the registration cannot be read: {error}") from error
+        except KVStoreError as error:
+            refused = isinstance(error, InvalidArgument | ProtocolError)
+            silent = time.monotonic() - begun >= silence_s
+            last = refused or silent or number + 1 == TRIES_MAX
+            if last or over.wait(pause_s * uniform(0.5, 1.5)):
+                raise
+            pause_s *= 3
+            end_links([link for _, link in made])
+            made.clear()
+        else:
+            return
+    raise AssertionError("the last attempt returns or raises")
 
 
 def link_all(

@@ -13,9 +13,9 @@ from types import MappingProxyType
 from typing import Final
 
 from kvstore.handoff.aux_data import AUX_BYTES_MAX, AuxData, decode_aux
-from kvstore.handoff.connecting import CONNECT_S, LINKING_S, end_links, link_all, link_to
+from kvstore.handoff.connecting import end_links, link_peer, link_to
 from kvstore.handoff.effects import Effect, EndEngine, EndLink, Landing, SendTo
-from kvstore.handoff.greeting import Greeter, SealedStream
+from kvstore.handoff.greeting import CONNECT_S, Greeter, SealedStream
 from kvstore.handoff.landings import DeviceReader, HostReader, open_landings, skip
 from kvstore.handoff.links import (
     LinkThreads,
@@ -23,6 +23,7 @@ from kvstore.handoff.links import (
     PushLink,
     Ticker,
     cause_of,
+    longest_idle,
     note_refused,
     refusals,
     send_limit_s,
@@ -54,19 +55,14 @@ from kvstore.process.tls import CertificateFiles
 from kvstore.protocol.errors import (
     CapacityError,
     DeviceUnavailable,
-    InvalidArgument,
     KVStoreError,
     PeerUnreachable,
-    ProtocolError,
 )
 
-PEERS_MAX: Final = 64
-"""Maximum prefill instances at a time."""
-LINKS_MAX: Final = 256
-"""Maximum ranks of prefill instances at a time."""
-TRIES_MAX: Final = 3
-"""Attempts to ask the registry and connect; then the waiting handoffs fail."""
-_PAUSE_S: Final = 0.2
+PEERS_MAX = 64
+"""Maximum linked prefill instances; of more, the one that is idle for longest gives way."""
+LINKS_MAX = 256
+"""Maximum ranks of these together."""
 _LOG: Final = logging.getLogger(__name__)
 
 
@@ -135,16 +131,20 @@ class DecodeManager:
 
         Raises:
             InvalidArgument: the room was used before, or an argument is wrong.
-            CapacityError: too many handoffs are in progress, or too many blocks are in LIMBO
-                because of this instance: compute the request, or ask another instance.
+            CapacityError: too many handoffs are in progress, or with too many instances, or too
+                many blocks are in LIMBO because of this instance, or the manager is closed: compute
+                the request, or ask another instance.
         """
         client = RegistryClient(registry, self._secret, self._tls)
         with self._lock:
-            if registry not in self._links and len(self._links) >= PEERS_MAX:
+            if self._over.is_set():
+                raise CapacityError("the manager was closed", "closed")
+            are_full = registry not in self._links and len(self._links) >= PEERS_MAX
+            if are_full and not self._give_way():
                 raise CapacityError(f"{PEERS_MAX} prefill instances are in use", "peers")
             progress, effects = self._core.open(room, registry, token_count, time.monotonic_ns())
             self._carry_out(effects)
-            if registry not in self._links and not self._over.is_set():
+            if registry not in self._links:
                 peer = self._links[registry] = PeerLinks(registry)
                 try:
                     self._threads.start(lambda: self._serve(peer, client), "kvstore-handoff-reader")
@@ -315,29 +315,28 @@ class DecodeManager:
         Raises:
             KVStoreError: it failed.
         """
-        begun = time.monotonic()
-        until_ns = time.monotonic_ns() + int(LINKING_S * 1e9)
-        make = partial(self._make, peer, made)
-        for attempt in range(TRIES_MAX):
-            try:
-                ranks = peer_ranks(client.ranks(), self._group, self._pool.shape, self._transport)
-                link_all(ranks, make, until_ns)
-                if any(link.is_closed for _, link in made):
-                    raise PeerUnreachable("a link was closed while others were made")
-            except ValueError as error:
-                raise ProtocolError(f"the registration cannot be read: {error}") from error
-            except KVStoreError as error:
-                refused = isinstance(error, InvalidArgument | ProtocolError)
-                silent = time.monotonic() - begun >= self._silence_s
-                last = refused or silent or attempt + 1 == TRIES_MAX
-                if last or self._over.wait(_PAUSE_S):
-                    raise
-                end_links([link for _, link in made])
-                made.clear()
-            else:
-                self._add(peer, [link for _, link in made])
-                return
-        raise AssertionError("the last attempt returns or raises")
+
+        def find() -> list[PeerRank]:
+            ranks = peer_ranks(client.ranks(), self._group, self._pool.shape, self._transport)
+            self._reserve(peer, len(ranks))
+            return ranks
+
+        link_peer(find, partial(self._make, peer, made), made, self._silence_s, self._over)
+        self._add(peer, [link for _, link in made])
+
+    def _reserve(self, peer: PeerLinks, count: int) -> None:
+        """Make room for the links of a peer, before they are connected.
+
+        Raises:
+            PeerUnreachable: there are too many others.
+        """
+        with self._lock:
+            peer.reserved = count
+            while (total := sum(one.reserved for one in self._links.values())) > LINKS_MAX:
+                if count > LINKS_MAX or not self._give_way():
+                    peer.reserved = 0
+                    others = total - count
+                    raise PeerUnreachable(f"{others} links are in use, {count} more are too many")
 
     def _make(
         self, peer: PeerLinks, made: list[tuple[PeerRank, PushLink]], rank: PeerRank, until_ns: int
@@ -358,25 +357,36 @@ class DecodeManager:
         """Register connected links of a peer.
 
         Raises:
-            PeerUnreachable: there are too many, or the manager was closed.
+            PeerUnreachable: the manager was closed.
         """
         with self._lock:
-            there = sum(len(one.links) for one in self._links.values())
-            if there + len(links) > LINKS_MAX:
-                raise PeerUnreachable(f"{there} links are in use, {len(links)} more are too many")
             if not all(map(peer.add, links)):
                 raise PeerUnreachable("the manager was closed")
 
+    def _give_way(self) -> bool:
+        """Close the links to the peer that is idle for longest, under the lock; False = none is."""
+        busy = self._core.busy_peers()
+        idle = longest_idle(one for one in self._links.values() if one.peer not in busy)
+        if idle is not None:
+            self.faults.count("idle_peers_closed")
+            self._dropped(idle, FailureCode.CLOSED, "others need its place")
+        return idle is not None
+
     def _drop(self, peer: PeerLinks, code: FailureCode, why: str) -> None:
         """Close the links to a peer, and fail the handoffs on them."""
-        peer.close()
         with self._lock:
-            if self._links.get(peer.peer) is not peer:
-                return
+            self._dropped(peer, code, why)
+
+    def _dropped(self, peer: PeerLinks, code: FailureCode, why: str) -> None:
+        """The same under the lock."""
+        peer.close()
+        if self._links.get(peer.peer) is peer:
             del self._links[peer.peer]
-            why = f"{peer.peer}: {why}"
             for link in peer.links:
-                self._carry_out(self._core.closed(link.number, code, why, time.monotonic_ns()))
+                told = self._core.closed(
+                    link.number, code, f"{peer.peer}: {why}", time.monotonic_ns()
+                )
+                self._carry_out(told)
 
     def _write(self, peer: PeerLinks, link: PushLink) -> None:
         """Write messages until the link ends."""

@@ -49,7 +49,9 @@ Purpose = Literal["messages", "pushes"]
 PROTOCOL: Final = 2
 NONCE_BYTES: Final = 16
 SECRET_BYTES_MIN: Final = 16
-GREETING_S: Final = 2.0
+CONNECT_S = 2.0
+"""Time limit of one connection, before its greeting."""
+GREETING_S = 2.0
 """Time limit of a greeting."""
 _GREETING_BYTES_MAX: Final = 64 * 1024
 """Enough for RANKS_MAX ranks of decode, which take at most 22 bytes each."""

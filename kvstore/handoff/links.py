@@ -8,9 +8,10 @@ import contextlib
 import logging
 import socket
 import threading
+import time
 from collections import Counter, deque
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Iterable
+from typing import Final, Protocol, TypeVar
 
 from kvstore.handoff.effects import PushJob
 from kvstore.handoff.greeting import SealedStream
@@ -24,6 +25,11 @@ PING_S: Final = 0.4
 SEND_S: Final = 15.0
 """A frame that is not written within this time closes its link, unless the silence limit is
 longer."""
+TICK_S: Final = 5.0
+"""A call of a ticker that takes longer is not waited for."""
+IDLE_S = 1.0
+"""A link on which no handoff lives gives way to another one after this time: its last messages have
+arrived by then."""
 MESSAGES_MAX: Final = 4_096
 """Messages that wait to be written; a peer that reads no more than that has its link closed."""
 _REFUSALS: Final = ("foreign_messages", "repeated_messages", "failed_protocol", "failed_refused")
@@ -72,10 +78,37 @@ def cause_of(error: KVStoreError) -> FailureCode:
     return FailureCode.PROTOCOL if isinstance(error, ProtocolError) else FailureCode.PEER_CLOSED
 
 
+class _Used(Protocol):
+    """Links of which one may give way."""
+
+    @property
+    def used_ns(self) -> int:
+        """When something was last put on them, in ``time.monotonic_ns()``."""
+
+
+_Links = TypeVar("_Links", bound=_Used)
+
+
+def longest_idle(found: Iterable[_Links]) -> _Links | None:
+    """Of links on which no handoff lives, those that were used longest ago.
+
+    Returns:
+        the links; None = there are none, or they were used within :data:`IDLE_S`.
+    """
+    longest = min(found, key=lambda one: one.used_ns, default=None)
+    since_ns = time.monotonic_ns() - int(IDLE_S * 1e9)
+    return longest if longest is not None and longest.used_ns <= since_ns else None
+
+
 class Outbox:
-    """The data to write on a link: messages first, then jobs; thread-safe."""
+    """The data to write on a link: messages first, then jobs; thread-safe.
+
+    Attributes:
+        used_ns: when something was last put, in ``time.monotonic_ns()``.
+    """
 
     def __init__(self) -> None:
+        self.used_ns = time.monotonic_ns()
         self._changed = threading.Condition()
         self._messages: deque[bytes] = deque()
         self._jobs: deque[PushJob] = deque()
@@ -88,6 +121,7 @@ class Outbox:
                 return False
             if not self._closed:
                 self._messages.append(body)
+                self.used_ns = time.monotonic_ns()
                 self._changed.notify()
             return True
 
@@ -97,6 +131,7 @@ class Outbox:
             if self._closed:
                 return False
             self._jobs.append(job)
+            self.used_ns = time.monotonic_ns()
             self._changed.notify()
             return True
 
@@ -163,6 +198,11 @@ class PushLink:
         return self._streams[purpose]
 
     @property
+    def used_ns(self) -> int:
+        """When something was last put on it, in ``time.monotonic_ns()``; now, while it is made."""
+        return self.outbox.used_ns if self.connected.is_set() else time.monotonic_ns()
+
+    @property
     def is_closed(self) -> bool:
         """Whether it was closed."""
         return self._closed
@@ -186,10 +226,12 @@ class PeerLinks:
 
     Attributes:
         links: links made so far.
+        reserved: number of links that it has, or that are being made.
     """
 
     def __init__(self, peer: str) -> None:
         self.peer = peer
+        self.reserved = 0
         self.links: list[PushLink] = []
         self._lock = threading.Lock()
         self._closed = False
@@ -200,6 +242,11 @@ class PeerLinks:
             if not self._closed:
                 self.links.append(link)
             return not self._closed
+
+    @property
+    def used_ns(self) -> int:
+        """When something was last put on one, in ``time.monotonic_ns()``; now, if there is none."""
+        return max((link.used_ns for link in self.links), default=time.monotonic_ns())
 
     @property
     def is_closed(self) -> bool:
@@ -230,10 +277,11 @@ class Ticker:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
-        """Stop, and wait for the thread."""
+    def close(self, within_s: float = TICK_S) -> bool:
+        """Stop, and wait for the thread, at most ``within_s``; returns whether it has ended."""
         self._over.set()
-        self._thread.join()
+        self._thread.join(within_s)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         while not self._over.wait(self._every_s):

@@ -9,14 +9,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-from kvstore.handoff.crowd import Crowd
+from kvstore.handoff.crowd import BACKLOG, Crowd
 from kvstore.handoff.links import LinkThreads, fit_send_buffer
 from kvstore.process.faults import Faults
 from kvstore.protocol.errors import InvalidArgument, KVStoreError, PeerUnreachable, reason
 from kvstore.transport.streams import DataStream, stream_of
 
-GREETINGS_MAX: Final = 16
-"""Connections that have not greeted yet; of more, the oldest gives way."""
+GREETINGS_MAX = 64
+"""Connections that greet at a time; of more, the newest waits, see :class:`Crowd`."""
 _ACCEPT_PAUSE_S: Final = 0.05
 _LOG: Final = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class LinkListener:
         self._over = threading.Event()
         host = listen[0]
         try:
-            self._listener = socket.create_server(listen, backlog=64)
+            self._listener = socket.create_server(listen, backlog=BACKLOG)
         except OSError as error:
             raise InvalidArgument("listen", f"cannot listen: {reason(error)}") from error
         self._listener.settimeout(None)
@@ -64,9 +64,9 @@ class LinkListener:
         self._over.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
+        self._crowd.close()
         self._acceptor.join()
         self._listener.close()
-        self._crowd.close()
 
     # ---- inside -----------------------------------------------------------------------------
 
@@ -89,8 +89,8 @@ class LinkListener:
                 connection.close()
 
     def _begin(self, stream: DataStream, peer: str) -> None:
-        """Start a thread to greet a connection; if there are too many, close the oldest."""
-        has_place, are_many = self._crowd.enter(stream, stream.shutdown)
+        """Start a thread to greet a connection, once it has a place."""
+        has_place, are_many = self._crowd.enter(stream, stream.shutdown, peer)
         if are_many:
             self._faults.note("greetings", f"{peer}: too many connections are greeting")
         if not has_place:

@@ -15,13 +15,14 @@ from typing import Final
 from kvstore.handoff.aux_data import AuxData, encode_aux
 from kvstore.handoff.device_reads import DeviceReads
 from kvstore.handoff.effects import Effect, PushJob, SendTo, Submit
-from kvstore.handoff.greeting import GREETING_S, PROTOCOL, Greeter, SealedStream
+from kvstore.handoff.greeting import CONNECT_S, GREETING_S, PROTOCOL, Greeter, SealedStream
 from kvstore.handoff.job_watch import JobObserver, JobWatch
 from kvstore.handoff.links import (
     LinkThreads,
     PushLink,
     Ticker,
     cause_of,
+    longest_idle,
     note_refused,
     refusals,
     send_limit_s,
@@ -51,11 +52,11 @@ from kvstore.handoff.writing import BlockWriter
 from kvstore.mover.push_way import DeviceFence
 from kvstore.process.faults import Faults
 from kvstore.process.tls import CertificateFiles
-from kvstore.protocol.errors import DeviceUnavailable, KVStoreError
+from kvstore.protocol.errors import CapacityError, DeviceUnavailable, KVStoreError
 from kvstore.transport.streams import DataStream
 
-LINKS_MAX: Final = 256
-"""Ranks of decode engines at a time."""
+LINKS_MAX = 256
+"""Maximum linked ranks of decode engines; of more, the one that is idle for longest gives way."""
 _LOG: Final = logging.getLogger(__name__)
 
 
@@ -138,9 +139,12 @@ class PrefillManager:
 
         Raises:
             InvalidArgument: the room was used before, or a number is wrong.
-            CapacityError: too many handoffs are in progress; nothing was started.
+            CapacityError: too many handoffs are in progress, or the manager is closed; nothing was
+                started.
         """
         with self._lock:
+            if self._closed:
+                raise CapacityError("the manager was closed", "closed")
             progress, effects = self._core.open(room, token_count, time.monotonic_ns())
             self._carry_out(effects)
         return Sender(self, room, progress)
@@ -187,8 +191,7 @@ class PrefillManager:
         if self._reads is not None:
             self._reads.close()
         self._ticker.close()
-        for one in self.describe():  # those that decode had not spoken of
-            self.abort(one.room)
+        self.act(Senders.abort_all)  # those that decode had not spoken of
 
     # ---- what senders call ------------------------------------------------------------------
 
@@ -290,7 +293,7 @@ class PrefillManager:
             if not link.is_closed:
                 self._core.linked(link.number, target, peer)
         try:
-            if not link.connected.wait(GREETING_S):
+            if not link.connected.wait(CONNECT_S + GREETING_S):
                 self._fault(link, FailureCode.PEER_CLOSED, "it made one connection only")
             elif greeting.purpose == "messages":
                 self._read(link, sealed)
@@ -303,23 +306,37 @@ class PrefillManager:
     def _link(self, number: bytes, peer: str) -> PushLink | None:
         with self._lock:
             link = self._links.get(number)
-            if link is None and len(self._links) < LINKS_MAX and not self._closed:
+            is_new = link is None and not self._closed
+            if is_new and (len(self._links) < LINKS_MAX or self._give_way()):
                 link = self._links[number] = PushLink(number, peer)
             return link
 
+    def _give_way(self) -> bool:
+        """Close the link that is idle for longest, under the lock; False = none is."""
+        busy = self._core.busy_links()
+        idle = longest_idle(one for one in self._links.values() if one.number not in busy)
+        if idle is not None:
+            self.faults.count("idle_links_closed")
+            self._dropped(idle, FailureCode.CLOSED, "others need its place")
+        return idle is not None
+
     def _drop(self, link: PushLink, code: FailureCode, why: str) -> None:
         """Close a link, and fail the handoffs on it."""
-        link.close()
         with self._lock:
-            if self._links.get(link.number) is not link:  # or its peer has made it again
-                return
-            del self._links[link.number]
-            now_ns = time.monotonic_ns()
-            self._carry_out(self._core.closed(link.number, code, f"{link.peer}: {why}", now_ns))
-            failure = self._failure(code, why)
-            unread = self._reads.drop(link.number) if self._reads is not None else []
-            for job in link.outbox.left() + unread:
-                self._carry_out(self._end_job(job, failure))
+            self._dropped(link, code, why)
+
+    def _dropped(self, link: PushLink, code: FailureCode, why: str) -> None:
+        """The same under the lock."""
+        link.close()
+        if self._links.get(link.number) is not link:  # or its peer has made it again
+            return
+        del self._links[link.number]
+        now_ns = time.monotonic_ns()
+        self._carry_out(self._core.closed(link.number, code, f"{link.peer}: {why}", now_ns))
+        failure = self._failure(code, why)
+        unread = self._reads.drop(link.number) if self._reads is not None else []
+        for job in link.outbox.left() + unread:
+            self._carry_out(self._end_job(job, failure))
 
     def _read(self, link: PushLink, sealed: SealedStream) -> None:
         """Read decode's messages until the link ends."""
@@ -378,8 +395,7 @@ class PrefillManager:
             if failure is None:  # before anything that follows from the job's end
                 self._carry_out([SendTo(job.link, message)])
             now_ns = time.monotonic_ns()
-            effects = self._core.completed(job.number, failure, now_ns, doubtful=doubtful)
-            self._carry_out(effects)
+            self._carry_out(self._core.completed(job.number, failure, now_ns, doubtful=doubtful))
 
     def _completed(self, job: PushJob, failure: HandoffFailure | None) -> None:
         with self._lock:

@@ -193,6 +193,10 @@ class Receivers:
         """Of these, those of the pool."""
         return self.limbo(peer)[-1]
 
+    def busy_peers(self) -> set[str]:
+        """The peers with which a handoff lives; all others need no link."""
+        return {one.peer for one in self._rooms.values() if one.is_busy}
+
     # ---- links ------------------------------------------------------------------------------
 
     def linked(

@@ -12,6 +12,8 @@ from kvstore.protocol.errors import KVStoreError
 
 _RENEWALS: Final = 4
 """In each lease."""
+CLOSE_S = 2.0
+"""Time limit of a renewal that is in progress when the lease is to end."""
 
 
 class RankLease:
@@ -33,9 +35,9 @@ class RankLease:
 
     def close(self) -> None:
         """End the lease, now if the registry answers, else when it runs out."""
-        self._ticker.close()
-        with contextlib.suppress(KVStoreError):
-            self._register(0.0)
+        if self._ticker.close(CLOSE_S):
+            with contextlib.suppress(KVStoreError):
+                self._register(0.0)
 
     def _renew(self) -> None:
         with contextlib.suppress(KVStoreError):

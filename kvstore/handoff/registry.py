@@ -24,15 +24,21 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kvstore.handoff.crowd import Crowd
+from kvstore.handoff.crowd import BACKLOG, Crowd
 from kvstore.handoff.greeting import proof_of
 from kvstore.handoff.messages import UNREADABLE
 from kvstore.handoff.ranks import RANKS_MAX
 from kvstore.handoff.shape import PoolShape
 from kvstore.process.faults import Faults
 from kvstore.process.tls import CertificateFiles
-from kvstore.protocol.errors import InvalidArgument, PeerUnreachable, ProtocolError, reason
-from kvstore.transport.streams import host_and_port
+from kvstore.protocol.errors import (
+    InvalidArgument,
+    PeerUnreachable,
+    ProtocolError,
+    TransferError,
+    reason,
+)
+from kvstore.transport.streams import dial, host_and_port
 
 LEASE_S: Final = 10.0
 LEASE_S_MAX: Final = 3_600.0
@@ -47,7 +53,7 @@ _WAIT_S: Final = 2.0
 """For each step of a connection."""
 _REQUEST_S = 5.0
 """For a whole request and its answer; then the connection is cut."""
-_REQUESTS_MAX: Final = 32
+_REQUESTS_MAX = 64
 _BOOTS_KEPT: Final = 16
 """Boots of a rank that were replaced and are remembered."""
 _HEADER: Final = "Kvstore-Proof"
@@ -211,7 +217,7 @@ class HandoffRegistry:
 
         class RankServer(ThreadingHTTPServer):
             daemon_threads = False
-            request_queue_size = 2 * _REQUESTS_MAX
+            request_queue_size = BACKLOG
 
             def process_request(self, request: Any, client_address: Any) -> None:
                 start = partial(super().process_request, request, client_address)
@@ -273,12 +279,12 @@ class HandoffRegistry:
         return stream
 
     def starts(self, start: Callable[[], None], request: socket.socket, peer: str) -> bool:
-        """Start the thread of a request; if there are too many, the oldest gives way.
+        """Start the thread of a request, once it has a place; see :class:`Crowd`.
 
         Returns:
             Whether it runs.
         """
-        has_place, are_many = self._crowd.enter(request, partial(_cut, request))
+        has_place, are_many = self._crowd.enter(request, partial(_cut, request), peer)
         if are_many:
             self.faults.note("crowd", f"{peer}: too many requests at a time")
         if not has_place:
@@ -365,7 +371,7 @@ def _answer_proof(secret: bytes, nonce: str, body: bytes) -> str:
 
 
 class RegistryClient:
-    """Queries one registry; each step of the connection has a limit of two seconds.
+    """Queries one registry, in seven seconds at most: two of them to resolve its name and connect.
 
     Args:
         url: of the registry.
@@ -380,7 +386,8 @@ class RegistryClient:
         try:
             parts = urlsplit(url)
             scheme, host, port = parts.scheme, parts.hostname, parts.port
-        except ValueError:
+            (host or "").encode("idna")
+        except ValueError:  # UnicodeError is one
             scheme, host, port = "", None, None
         if scheme not in ("http", "https") or host is None or port is None:
             raise InvalidArgument("registry", f"{url!r} is not http://host:port, or https")
@@ -408,34 +415,48 @@ class RegistryClient:
             raise ProtocolError(f"the registry's answer cannot be read: {error}") from error
         return found
 
-    def _connection(self) -> http.client.HTTPConnection:
-        """A connection to ask once, not connected yet.
+    @contextlib.contextmanager
+    def _connection(self) -> Iterator[http.client.HTTPConnection]:
+        """A connection to ask once; it is cut if it is used for too long, its handshake included.
 
         Raises:
-            ProtocolError: one side has certificates, the other has none.
+            OSError: there is none; ssl.SSLError is one.
+            RuntimeError: no thread is left.
+            TransferError: the registry cannot be reached.
         """
-        if self._unlike:
-            what = "both engines need certificates, or none of them has any"
-            raise ProtocolError(f"{self._unlike}: {what}")
-        if self._tls is None:
-            return http.client.HTTPConnection(self._host, self._port, timeout=_WAIT_S)
-        return http.client.HTTPSConnection(
-            self._host, self._port, timeout=_WAIT_S, context=self._tls
-        )
+        asking = http.client.HTTPConnection(self._host, self._port)
+        with dial(self._host, self._port, time.monotonic_ns() + int(_WAIT_S * 1e9)) as plain:
+            plain.settimeout(_WAIT_S)
+            if self._tls is None:
+                with _cut_after(plain, _REQUEST_S):
+                    asking.sock = plain
+                    yield asking
+                return
+            with (
+                self._tls.wrap_socket(
+                    plain, do_handshake_on_connect=False, server_hostname=self._host
+                ) as sealed,
+                _cut_after(sealed, _REQUEST_S),
+            ):
+                sealed.do_handshake()
+                asking.sock = sealed
+                yield asking
 
     def _ask(self, method: str, body: bytes) -> bytes:
         nonce = os.urandom(16).hex()
         path = f"{_PATH}?{nonce}"
         proof = proof_of(self._secret, b"ask", method.encode(), path.encode(), body).hex()
-        connection = self._connection()
+        if self._unlike:
+            what = "both engines need certificates, or none of them has any"
+            raise ProtocolError(f"{self._unlike}: {what}")
         try:
-            with contextlib.closing(connection):
-                connection.connect()
-                with _cut_after(connection.sock, _REQUEST_S):
-                    connection.request(method, path, body or None, {_HEADER: proof})
-                    answer = connection.getresponse()
+            with self._connection() as connection:
+                connection.request(method, path, body or None, {_HEADER: proof})
+                with connection.getresponse() as answer:
                     said = answer.read(_LIST_BYTES_MAX)
-                    received_proof = answer.getheader(_HEADER) or ""
+                received_proof = answer.getheader(_HEADER) or ""
+        except TransferError as error:
+            raise PeerUnreachable(f"the registry: {error}") from error
         except (OSError, http.client.HTTPException, RuntimeError) as error:  # or no thread is left
             where = f"{self._host}:{self._port}"
             raise PeerUnreachable(f"the registry at {where}: {reason(error)}") from error

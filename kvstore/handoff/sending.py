@@ -198,6 +198,10 @@ class Senders:
         why = "the prefill engine gave it up"
         return self._fail(self._rooms[room], FailureCode.ABORTED, Layer.PROTOCOL, why, now_ns)
 
+    def abort_all(self, now_ns: int) -> list[Effect]:
+        """The engine gives all requests up."""
+        return [effect for room in self._rooms for effect in self.abort(room, now_ns)]
+
     def device_failed(self, room: int, why: str, now_ns: int) -> list[Effect]:
         """The device of the pool cannot say when the blocks are written."""
         return self._fail(self._rooms[room], FailureCode.DEVICE, Layer.TRANSPORT, why, now_ns)
@@ -215,6 +219,10 @@ class Senders:
         one = self._rooms.get(room)
         return one is not None and (not one.progress.ended or one.submitted > 0)
 
+    def busy_links(self) -> set[bytes]:
+        """The links on which a handoff lives."""
+        return {link for one in self._rooms.values() for link in one.busy}
+
     # ---- the other side ---------------------------------------------------------------------
 
     def linked(self, link: bytes, target: LinkTarget, origin: str = "") -> None:
@@ -231,11 +239,15 @@ class Senders:
         effects: list[Effect] = []
         one = self._rooms.get(message.room) or self._first_heard(link, message, now_ns, effects)
         if one is None:
-            return self._answer_late(link, message)
+            self.counts["late_messages"] += 1
+            why = self._missed.why(message.room)
+            why = why or unopened.refusal(self._rank, unopened.WHY_USED)
+            return unopened.answer(link, message, why, doubtful=message.room in self._doubts)
         leg = self._links.leg(one, link)
-        if leg is None:
+        if leg is None:  # nothing was submitted on this link, so it cannot be in doubt
             self.counts["foreign_messages"] += 1
-            return effects
+            why = unopened.refusal(self._rank, unopened.WHY_FOREIGN)
+            return unopened.answer(link, message, why, doubtful=False)
         if one.progress.ended:
             self.counts["late_messages"] += not isinstance(message, Abort)
             return effects + self._answer_ended(one, leg, message)
@@ -323,10 +335,11 @@ class Senders:
         room = message.room
         if isinstance(message, Done) or room in self._seen or room in self._missed:
             return None
-        given_up = unopened.make_place(self._rooms.values(), self._links.origin(link))
+        origin = self._links.origin(link)
+        given_up = unopened.make_place(self._rooms.values(), origin)
         if given_up is None or len(self._rooms) - len(given_up) >= ROOMS_MAX:
             # decode frees its blocks when it hears this: what it sent before must start nothing
-            self._missed.refuse(room, self._rank)
+            self._missed.refuse(room, self._rank, origin)
             return None
         effects += self._give_up(given_up, now_ns)
         return self._add(room, now_ns, link)
@@ -340,19 +353,6 @@ class Senders:
             self._remove(one)
             self.counts["gave_way"] += 1
         return effects
-
-    def _answer_late(self, link: bytes, message: FromDecode) -> list[Effect]:
-        """Answer a message for a room that is not in the table: nothing arrives any more."""
-        assert not isinstance(message, HandoffPing)
-        self.counts["late_messages"] += 1
-        room = message.room
-        if isinstance(message, Done):
-            return []
-        if isinstance(message, Abort):
-            return [SendTo(link, Drained(room, room in self._doubts))]
-        failure = self._missed.why(room) or unopened.refusal(self._rank, unopened.WHY_USED)
-        drained = Drained(room, room in self._doubts)
-        return [SendTo(link, Failed(room, failure)), SendTo(link, drained)]
 
     def _answer_ended(self, one: SendingRoom, leg: SendingLeg, message: FromDecode) -> list[Effect]:
         """Answer for an ended handoff: decode may have just connected, or missed a message."""
@@ -481,4 +481,4 @@ class Senders:
     def _remove(self, one: SendingRoom) -> None:
         """Remove a handoff from the table; its request may still arrive."""
         if self._rooms.pop(one.room, None) is not None and not one.opened:
-            self._missed.add(one.room, one.progress.failure, self._rank)
+            self._missed.add(one.room, one.progress.failure, self._rank, one.origin)

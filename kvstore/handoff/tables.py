@@ -166,6 +166,12 @@ class SendingRoom:
             self.states.append(Coverage(1, wanted.start, wanted.stop))
 
     @property
+    def busy(self) -> list[bytes]:
+        """The links on which it is in progress, or has jobs although it has ended."""
+        ended = self.progress.ended
+        return [link for link, leg in self.legs.items() if leg.submitted or not ended]
+
+    @property
     def missing_blocks(self) -> int:
         """Blocks that the engine has not pushed."""
         assert self.coverage is not None
@@ -308,6 +314,11 @@ class ReceivingRoom:
     def sending(self) -> list[bytes]:
         """The links over which data is sent."""
         return [link for link, leg in self.legs.items() if not leg.source.share.is_idle]
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether its peer may still send something for it, or must be told of it."""
+        return not self.progress.ended or self.is_holding or not self.legs
 
     @property
     def is_holding(self) -> bool:

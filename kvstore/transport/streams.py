@@ -73,7 +73,12 @@ def receive_bytes(stream: DataStream, size: int, deadline_ns: int) -> bytes:
 
 
 def connect(host: str, port: int, context: ssl.SSLContext | None, deadline_ns: int) -> DataStream:
-    """Connect to a peer's data port; call :meth:`DataStream.begin` next.
+    """Connect to a peer's data port; call :meth:`DataStream.begin` next; raises as :func:`dial`."""
+    return stream_of(dial(host, port, deadline_ns), context, host=host)
+
+
+def dial(host: str, port: int, deadline_ns: int) -> socket.socket:
+    """Connect to a port, at the first address of a host that answers.
 
     Raises:
         TransferTimeout: the deadline passed.
@@ -82,13 +87,11 @@ def connect(host: str, port: int, context: ssl.SSLContext | None, deadline_ns: i
     refused = ""
     for address in _names.addresses(host, deadline_ns):
         try:
-            found = socket.create_connection((address, port), _left_s(deadline_ns))
+            return socket.create_connection((address, port), _left_s(deadline_ns))
         except TimeoutError as error:
             raise TransferTimeout(f"{host}:{port} did not answer in time") from error
         except OSError as error:
             refused = reason(error)
-        else:
-            return stream_of(found, context, host=host)
     raise PeerUnreachable(f"{host}:{port}: {refused}")
 
 

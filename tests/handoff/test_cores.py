@@ -78,7 +78,7 @@ def test_a_repeated_foreign_or_late_message_changes_nothing_at_prefill():
     core.received(b"L", announce(1, [7, 8, 9]), 0)
     assert progress.state == State.WAITING_FOR_INPUT
     assert core.received(b"L", announce(1, [1, 2, 3]), 0) == NONE
-    assert core.received(b"M", Abort(1, FAILURE), 0) == NONE
+    assert core.received(b"M", Abort(1, FAILURE), 0) == [SendTo(b"M", Drained(1))]
     assert core.received(b"M", Done(1), 0) == NONE
     assert progress.state == State.WAITING_FOR_INPUT
     assert core._rooms[1].legs[b"L"].there == [7, 8, 9]

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import logging
 import socket
 import threading
 import time
@@ -14,14 +15,17 @@ from urllib.parse import urlsplit
 import msgspec
 import pytest
 
+from kvstore.handoff import registering
 from kvstore.handoff import registry as registries
 from kvstore.handoff.decode import DecodeManager
 from kvstore.handoff.greeting import PROTOCOL
 from kvstore.handoff.peers import peer_ranks
 from kvstore.handoff.ranks import RANKS_MAX, RankGroup
+from kvstore.handoff.registering import RankLease
 from kvstore.handoff.registry import HandoffRegistry, RankRecord, RegistryClient
 from kvstore.handoff.state_data import STATES_MAX, StateKind, StateShape
 from kvstore.handoff.states import FailureCode, State
+from kvstore.process.faults import Faults
 from kvstore.protocol.errors import PeerUnreachable, ProtocolError
 from tests.cluster.nodes import files
 from tests.handoff.pair import PATIENCE, SECRET, SPACE, Memory
@@ -213,6 +217,67 @@ def test_a_registration_is_as_small_as_that_all_can_be_listed():
         assert len(client.ranks()) == RANKS_MAX
     finally:
         registry.close()
+
+
+@pytest.mark.parametrize("at", ["handshake", "name"])
+def test_a_registry_that_is_not_reached_in_time_is_given_up(at, monkeypatch):
+    """The system asks name servers as it likes."""
+    monkeypatch.setattr(registries, "_REQUEST_S", 0.3)
+    monkeypatch.setattr(registries, "_WAIT_S", 0.3)
+    over, sent = threading.Event(), []
+
+    def trickle(listener: socket.socket) -> None:
+        with listener.accept()[0] as connection, contextlib.suppress(OSError):
+            connection.sendall(b"\x16\x03\x03\x40\x00")  # a record of 16 KiB
+            while len(sent) < 1_000 and not over.wait(0.01):
+                connection.sendall(b"\0")
+                sent.append(1)
+
+    def no_name(*_, **__):
+        over.wait(10)
+        raise OSError("nobody")
+
+    shown = files()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=trickle, args=(listener,))
+        host = "127.0.0.1" if at == "handshake" else "a-name"
+        client = RegistryClient(
+            f"https://{host}:{listener.getsockname()[1]}", SECRET, shown.connecting()
+        )
+        begun = time.monotonic()
+        try:
+            if at == "handshake":
+                thread.start()
+            else:
+                monkeypatch.setattr(socket, "getaddrinfo", no_name)
+            with pytest.raises(PeerUnreachable, match="the registry"):
+                client.ranks()
+            assert time.monotonic() - begun < 5
+        finally:
+            over.set()
+            if at == "handshake":
+                thread.join()
+
+
+def test_a_lease_ends_although_its_renewal_does_not(wait_until, monkeypatch):
+    monkeypatch.setattr(registering, "LEASE_S", 0.04)
+    monkeypatch.setattr(registering, "CLOSE_S", 0.1)
+    over, leases = threading.Event(), []
+
+    class Stuck:
+        def register(self, record: RankRecord) -> None:
+            leases.append(record.lease_s)
+            if len(leases) > 1:
+                assert over.wait(30)
+
+    lease = RankLease(Stuck(), record(), Faults(logging.getLogger("test"), "test"))
+    wait_until(lambda: len(leases) == 2)
+    try:
+        lease.close()
+        assert leases == [0.04, 0.04], "nobody would answer"
+    finally:
+        over.set()
+    wait_until(lambda: not lease._ticker._thread.is_alive())
 
 
 @pytest.mark.parametrize("with_tls", [False, True], ids=["plain", "tls"])

@@ -5,13 +5,14 @@ import os
 import socket
 import time
 from collections import Counter
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.handoff import listening, rooms, shape, unopened
+from kvstore.handoff import listening, prefill, rooms, shape, unopened
 from kvstore.handoff.connecting import PURPOSES
 from kvstore.handoff.decode import DecodeManager
 from kvstore.handoff.greeting import SealedStream
@@ -38,9 +39,14 @@ SOON_S = 5
 
 
 class Peer:
-    """Both connections of a link to prefill, greeted as by decode."""
+    """Both connections of a link to prefill, greeted as by decode.
 
-    def __init__(self, pair: Pair, number: bytes) -> None:
+    ``between`` waits before the second one.
+    """
+
+    def __init__(
+        self, pair: Pair, number: bytes, between: Callable[[], object] = lambda: None
+    ) -> None:
         greeter, group = pair.decode._greeter, pair.decode._group
         [share] = plan_ranks(group.parts, group.parts).shares
         self.streams: list[SealedStream] = []
@@ -49,6 +55,8 @@ class Peer:
             stream = connect(*host_and_port(pair.prefill.address), None, until_ns)
             boot = pair.prefill._boot
             self.streams.append(greeter.greet(stream, purpose, number, boot, share))
+            if len(self.streams) == 1:
+                between()
 
     def say(self, message) -> None:
         self.streams[0].send(encode_message(message), [], SOON_S)
@@ -76,6 +84,26 @@ def test_a_link_that_comes_again_under_its_number_is_not_closed_in_place_of_the_
         assert pair.prefill.stats()["links"] == 1
         assert not pair.prefill._links[number].is_closed
         new.close()
+        wait_until(lambda: pair.prefill.stats()["threads"] == 0)
+
+
+def test_prefill_waits_for_the_second_connection_as_long_as_decode_may_take(
+    wait_until, monkeypatch
+):
+    """First to connect, and then to greet."""
+    monkeypatch.setattr(prefill, "GREETING_S", 0.1)
+    monkeypatch.setattr(prefill, "CONNECT_S", 30.0)
+    with managers() as pair:
+
+        def later() -> None:
+            over = time.monotonic() + 0.5  # five times as long as a greeting may take
+            wait_until(lambda: time.monotonic() > over)
+
+        peer = Peer(pair, os.urandom(16), later)
+        peer.say(RenewRoom(7))
+        wait_until(lambda: [one.room for one in pair.prefill.describe()] == [7])
+        assert pair.prefill.stats()["links"] == 1
+        peer.close()
         wait_until(lambda: pair.prefill.stats()["threads"] == 0)
 
 
@@ -108,7 +136,7 @@ def test_links_that_break_when_they_are_made_do_not_take_those_of_the_next_try(
 
 
 def test_strangers_who_connect_and_say_nothing_keep_no_engine_out(wait_until):
-    """More than may greet at a time: the one that has said nothing for longest gives way."""
+    """More than may greet at a time: those that have said nothing for longest give way."""
     with managers() as pair, contextlib.ExitStack() as strangers:
         place = host_and_port(pair.prefill.address)
         for _ in range(3 * GREETINGS_MAX):

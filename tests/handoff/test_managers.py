@@ -2,11 +2,13 @@
 
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from kvstore.handoff import decode, staging
 from kvstore.handoff.aux_data import AuxData
+from kvstore.handoff.sending import Senders
 from kvstore.handoff.states import FailureCode, Patience, State
 from kvstore.protocol.errors import CapacityError, InvalidArgument
 from tests.handoff.pair import BLOCK_TOKENS, BLOCKS, LAYERS, managers, push_all
@@ -149,6 +151,8 @@ def test_wrong_calls_are_refused_by_field_and_change_nothing(wait_until):
             (lambda: pair.decode.receiver(2, "ftp://x", 64), "registry"),
             (lambda: pair.decode.receiver(2, "http://[1", 64), "registry"),
             (lambda: pair.decode.receiver(2, "http://x:y", 64), "registry"),
+            (lambda: pair.decode.receiver(2, "http://a..b:80", 64), "registry"),
+            (lambda: pair.decode.receiver(2, f"http://{'x' * 64}.b:80", 64), "registry"),
             (lambda: pair.prefill.sender(1, 64), "room"),
             (lambda: pair.prefill.sender(3, 0), "token_count"),
             (lambda: sender.send(range(1), range(2), [0]), "blocks"),
@@ -188,6 +192,48 @@ def test_closing_a_manager_ends_all_of_its_handoffs(wait_until):
         assert not sender.holds_blocks
         wait_until(lambda: receiver.state == State.FAILED and not receiver.holds_blocks)
         assert receiver.failure.code == FailureCode.PEER_CLOSED
+
+
+def test_handoffs_that_an_engine_closes_while_their_manager_closes_are_no_fault(monkeypatch):
+    abort, closing = Senders.abort, threading.Event()
+
+    def noted(self, room, now):
+        closing.set()
+        return abort(self, room, now)
+
+    with managers() as pair:
+        senders = [pair.prefill.sender(room, 16) for room in range(1, 1_001)]
+        monkeypatch.setattr(Senders, "abort", noted)
+
+        def close_all() -> None:
+            assert closing.wait(30)
+            for sender in reversed(senders):
+                sender.close()
+
+        with ThreadPoolExecutor(1) as threads:
+            ended = threads.submit(close_all)
+            pair.prefill.close()
+            ended.result(30)
+        assert {sender.state for sender in senders} == {State.FAILED}
+        assert pair.prefill.describe() == []
+
+
+def test_a_manager_that_was_closed_begins_nothing(wait_until):
+    """Nobody would end it: there is no clock any more."""
+    with managers() as pair:
+        sender, receiver = pair.begin(1, 1)
+        pair.prefill.close()
+        pair.decode.close()
+        assert sender.state is receiver.state is State.FAILED
+        for begin in (
+            lambda: pair.prefill.sender(2, 16),
+            lambda: pair.decode.receiver(2, pair.registry.url, 16),
+        ):
+            with pytest.raises(CapacityError, match="closed") as caught:
+                begin()
+            assert caught.value.field == "closed"
+        assert [one.room for one in pair.prefill.describe()] == [1]
+        assert [one.room for one in pair.decode.describe()] == [1]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

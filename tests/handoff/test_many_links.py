@@ -156,6 +156,7 @@ def test_a_manager_that_cannot_start_leaves_nothing_open():
         for arguments, field in (
             ({"listen": taken.getsockname()}, "listen"),
             ({"registry": "ftp://nowhere"}, "registry"),
+            ({"registry": "http://a..b:80"}, "registry"),
         ):
             writer = Transport()
             with pytest.raises(InvalidArgument, match=field):

@@ -3,7 +3,9 @@
 import hmac
 import os
 from collections.abc import Mapping
+from ipaddress import ip_address
 from typing import Final, Literal
+from urllib.parse import urlsplit
 
 from kvstore.server.admin.connections import HttpPeer
 from kvstore.server.channel import Caller
@@ -12,6 +14,21 @@ from kvstore.server.refusal import Refusal
 Role = Literal["read", "operate"]
 
 _NO_PEER: Final = HttpPeer("nobody", unix=False)
+
+
+def is_of_no_site(host: str) -> bool:
+    """Whether a ``Host`` header has an address or ``localhost``, as no web site does.
+
+    A page in a browser may only read answers of the name that it came from itself. It can have that
+    name lead to loopback, but not be without it.
+    """
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        if name != "localhost":
+            ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 class Access:

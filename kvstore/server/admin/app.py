@@ -23,7 +23,8 @@ from kvstore.protocol.errors import KVStoreError
 from kvstore.protocol.explanation import Explanation
 from kvstore.server import answers, operations
 from kvstore.server.admin import prompts
-from kvstore.server.admin.access import Access
+from kvstore.server.admin.access import Access, is_of_no_site
+from kvstore.server.admin.connections import HttpPeer
 from kvstore.server.admin.link import NOBODY, AdminLink
 from kvstore.server.admin.openapi import described
 from kvstore.server.admin.routes import ROUTES, Question, Route, ShowConfiguration, ShowMetrics
@@ -64,7 +65,7 @@ class App:
     Args:
         link: the link to the node.
         access: access control.
-        open_metrics: whether metrics need no token.
+        open_metrics: whether metrics need no token; they do for requests to a host with a name.
         values: the settings for ``/v1/config``.
     """
 
@@ -111,7 +112,7 @@ class App:
         """Serve one request."""
         by = NOBODY
         try:
-            if route.role is not None and not (route.asks is ShowMetrics and self._open_metrics):
+            if route.role is not None and not self._is_open(route, request):
                 peer = request.scope["state"].get("peer")
                 authorization = request.headers.get("authorization", "")
                 by = self._access.check(peer, authorization, route.role, prompts=route.prompts)
@@ -138,6 +139,14 @@ class App:
         if route.gives is None:
             return Response(given, media_type="text/plain")
         return _json(msgspec.json.encode(given), route.status)
+
+    def _is_open(self, route: Route, request: Request) -> bool:
+        """Whether a request needs no token: metrics, if no page in a browser asks for them."""
+        if route.asks is not ShowMetrics or not self._open_metrics:
+            return False
+        peer: HttpPeer | None = request.scope["state"].get("peer")
+        is_unix = peer is not None and peer.unix
+        return is_unix or is_of_no_site(request.headers.get("host", ""))
 
     async def _acquire_prompt(self) -> None:
         try:

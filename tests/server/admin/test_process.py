@@ -320,6 +320,31 @@ def test_without_a_token_tcp_shows_health_and_metrics_and_nothing_else(own):
     assert known.ended(known.post("/v1/clear", all=True))["state"] == "done"
 
 
+@pytest.mark.parametrize(
+    ("name", "status"),
+    [
+        ("127.0.0.1:7780", 200), ("[::1]:7780", 200), ("localhost", 200), ("LOCALHOST:1", 200),
+        ("a.example:7780", 401), ("localhost.a.example", 401), ("127.0.0.1.a.example", 401),
+        ("", 401), ("[::1", 401), ("x:y:z", 401),
+    ],
+)  # fmt: skip
+def test_a_page_in_a_browser_reads_no_metrics_under_its_own_name(name, status, daemon):
+    """It may have its name lead to loopback once it is loaded."""
+    host, _, port = daemon.http.removeprefix("http://").rpartition(":")
+
+    def told(more: str = "") -> bytes:
+        with socket.create_connection((host, int(port)), TIMEOUT_S) as asking:
+            request = f"GET /metrics HTTP/1.1\r\nHost: {name}\r\nConnection: close\r\n{more}\r\n"
+            asking.sendall(request.encode())
+            return b"".join(iter(lambda: asking.recv(1 << 16), b""))
+
+    answer = told()
+    assert answer.startswith(f"HTTP/1.1 {status} ".encode())
+    assert (b"kvstore_pages" in answer) == (status == 200)
+    known = told(f"Authorization: Bearer {token_of(daemon).read_text().strip()}\r\n")
+    assert b"kvstore_pages" in known, "with a token any name will do"
+
+
 def as_nobody(url: str, method: str, path: str, groups: Sequence[int] = ()) -> int:
     """What another user, in further groups, gets for a status; 0 = it may not even connect."""
     "".encode("idna")  # a host's name needs it, and the other user may not read Python's library
