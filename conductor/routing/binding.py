@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from conductor.routing.columns import NO_KEYS, Column, Eligible, View, Waiting
+from conductor.routing.columns import NO_KEYS, Column, Eligible, Terms, View, Waiting
 from conductor.routing.computing import Prompt
 from conductor.routing.groups import PairRows, Pairs, Rows, pair_rows, serving
 from conductor.routing.policy import Binding, Policy
@@ -29,12 +29,10 @@ _IN_VAIN_MAX: Final = 48
 _ALIKE_ASKED: Final = 4
 """Of the requests that would reuse the same prefix, only this many are examined one after another;
 then the 8th, the 16th and so on. Those between wait with the one before them."""
-AHEAD_MAX: Final = 64
+AHEAD_MAX: Final = _IN_VAIN_MAX
 """Requests that are priced at once. The first one is priced alone, as it often gets an engine; each
-time that is not enough, four times as many."""
+time that is not enough, four times as many, but not more than may still be asked."""
 _NOTHING: Final = np.zeros(0)
-_NOBODY: Final = Eligible([], _NOTHING, _NOTHING, _NOTHING, _NOTHING, _NOTHING)
-"""Policies with costs in seconds need nothing but these."""
 
 _NONE: Final = frozenset[str]()
 
@@ -101,17 +99,17 @@ class _Alike:
 
 
 class _Priced(NamedTuple):
-    """Requests that are priced together, until the next assignment.
+    """Requests that are priced together.
 
     Attributes:
         at: the position of each request, by its row.
-        reused: tokens of each prompt that it would reuse where it reuses the most.
         block: their prices.
+        is_valid: False after an assignment: handoffs and queues are others now.
     """
 
     at: dict[int, int]
-    reused: list[float]
     block: Block
+    is_valid: bool = True
 
 
 class SecondsChooser:
@@ -183,14 +181,14 @@ class SecondsChooser:
         in_vain = self._late and (not choices.any_takes or self._in_vain[key] >= _IN_VAIN_MAX)
         if not choices.rows.firsts or in_vain:
             return ChosenEngines(full=True)
-        several = self._priced_with(waiting, row, following, choices.rows)
-        prompt = several.block.prompts[several.at[row]]
-        alike = self._alike_of(key, prompt, several.reused[several.at[row]])
+        block, position = self._priced_with(waiting, row, following, choices.rows)
+        prompt = block.prompts[position]
+        alike = self._alike_of(key, prompt, block.reused[position])
         if self._late and alike.waits():
             self._prices.think(alike.row, alike.seconds, alike.new_tokens, NO_KEYS)
             return ChosenEngines()
-        priced = self._prices.priced(several.block, several.at[row])
-        costs = self._policy.costs(waiting, row, _NOBODY._replace(terms=priced.terms))
+        priced = self._prices.priced(block, position)
+        costs = self._policy.costs(waiting, row, _priced_only(priced.terms))
         first = self._least((*costs, choices.full), choices.rows.firsts)
         at = choices.rows.at[first]
         if bound >= 0:  # it has been counted as waiting
@@ -200,7 +198,7 @@ class SecondsChooser:
         waits = len(waiting) / len(choices.rows.firsts)
         if not self._gets(first, choices.takes[at], priced, at, waits):
             self._prices.think(first, seconds, new_tokens, prompt.keys)
-            self._in_vain[key] += 1
+            self._in_vain[key] += self._late
             alike.row, alike.seconds, alike.new_tokens = first, seconds, new_tokens
             return ChosenEngines(waits_for=-1 if self._late else first)
         priced.chosen()
@@ -215,29 +213,44 @@ class SecondsChooser:
         if second != first:
             self._prices.send(first, second, prompt)
         self._choices.clear()
-        self._priced, self._ahead = None, 1
+        self._assigned(second if second != first else -1)
         alike.count = 0
         return ChosenEngines(first, second, priced)
 
     def _priced_with(
         self, waiting: Waiting, row: int, following: Sequence[int], engines: PairRows
-    ) -> _Priced:
-        """A request, priced together with some that can use the same engines, if they follow."""
+    ) -> tuple[Block, int]:
+        """A request, priced together with some that can use the same engines, if they follow.
+
+        Returns:
+            The prices of all, and its position there.
+        """
         several = self._priced
-        if several is not None and row in several.at and several.block.choices is engines:
-            return several
+        if several is not None and row in several.at:
+            block, is_same = several.block, several.block.choices is engines
+            if not several.is_valid and np.array_equal(block.choices.rows, engines.rows):
+                block, is_same = self._prices.again(block, engines), True
+                self._priced = _Priced(several.at, block)
+            if is_same:
+                return block, several.at[row]
         key, rows = (waiting.models[row], waiting.excluded[row]), [row]
-        for one in following[: self._ahead - 1] if not waiting.bound[row] else ():
+        more = min(self._ahead, _IN_VAIN_MAX - self._in_vain[key]) - 1
+        for one in following[:more] if not waiting.bound[row] else ():
             same = (waiting.models[one], waiting.excluded[one]) == key
             if same and not waiting.bound[one]:
                 rows.append(one)
         prompts = [prompt_of(self._view, waiting, one) for one in rows]
-        most = [(one.usable + one.peer).max(initial=0.0) for one in prompts]
         at = {one: position for position, one in enumerate(rows)}
-        several = _Priced(at, most, self._prices.block(prompts, engines))
+        several = _Priced(at, self._prices.block(prompts, engines))
         if not waiting.bound[row]:
             self._priced, self._ahead = several, min(4 * self._ahead, AHEAD_MAX)
-        return several
+        return several.block, at[row]
+
+    def _assigned(self, receiver: int) -> None:
+        """A request has got an engine, and another one its KV; negative = none has."""
+        several, self._priced, self._ahead = self._priced, None, 1
+        if several is not None and receiver not in several.block.choices.at:
+            self._priced = several._replace(is_valid=False)
 
     def _possible(
         self, pairs: Pairs, rows: PairRows, takers: Collection[int] | None = None
@@ -318,6 +331,11 @@ class SecondsChooser:
             left = np.where(before_s <= AHEAD_S + _ROUNDING_S, steps.left(rows), 0.0)
             takes = np.minimum(takes, np.where(backlog_s <= AHEAD_S + _ROUNDING_S, inf, left))
         return takes
+
+
+def _priced_only(terms: Terms) -> Eligible:
+    """Policies with costs in seconds need nothing but these."""
+    return Eligible([], _NOTHING, _NOTHING, _NOTHING, _NOTHING, _NOTHING, terms)
 
 
 def least_seconds(

@@ -4,7 +4,7 @@ Row ``i`` of each column is the same engine, or the same request. This is plain 
 queried for each prompt before.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
@@ -332,7 +332,7 @@ class Waiting:
     tenants: Sequence[str]
     sessions: Sequence[str]
     matches: list[Matches]
-    least_s: list[float]
+    least_s: MutableSequence[float]
     bound: list[str]
     outputs: Sequence[float]
     found: list[PrefixColumns | None]

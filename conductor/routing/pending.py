@@ -4,10 +4,13 @@ Thousands may wait, and each arrival and each assignment changes one row.
 """
 
 import math
+from array import array
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import fields, replace
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
+
+import numpy as np
 
 from conductor.routing.columns import Matches, Waiting
 from kvstore.index.layout import Words
@@ -34,6 +37,8 @@ class WaitingRow(NamedTuple):
     found: None = None
 
 
+_SECONDS: Final = ("arrived", "deadline", "half", "least_s")
+"""Fields of which each step reads all rows: NumPy copies arrays at once."""
 _Kind = tuple[str, frozenset[str], str]
 """Model, engines that have failed, and the engine for which a request waits."""
 
@@ -46,7 +51,9 @@ class WaitingRows:
     """
 
     def __init__(self, rows: Iterable[WaitingRow] = ()) -> None:
-        self._lists: list[list[Any]] = [[] for _ in WaitingRow._fields]
+        self._lists: list[Any] = [
+            array("d") if name in _SECONDS else [] for name in WaitingRow._fields
+        ]
         self._kinds: list[int] = []
         self._numbers: dict[_Kind, int] = {}  # of each kind
         self._of_kind: dict[int, int] = {}
@@ -93,9 +100,11 @@ class WaitingRows:
             since: the halves up to this time have been looked at.
         """
         rows = self.columns
+        first = float(np.array(rows.deadlines).min(initial=math.inf))
+        if not any(bound for _, _, bound in self._numbers):
+            return first
         halves = zip(rows.halves, rows.bound, strict=True)
-        due = [half for half, bound in halves if bound and half > since]
-        return min((*rows.deadlines, *due), default=math.inf)
+        return min(first, *[half for half, bound in halves if bound and half > since], math.inf)
 
     def _count(self, kind: _Kind) -> int:
         if kind not in self._numbers:

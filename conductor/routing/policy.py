@@ -91,8 +91,8 @@ class Policy(NamedTuple):
         """Rows of requests that must be looked up even if there are no free places."""
         if self.binds is Binding.ARRIVAL and "" in waiting.bound:
             return {row for row, bound in enumerate(waiting.bound) if not bound}
-        if self.binds is Binding.LATE and 0.0 in waiting.least_s:
-            return {row for row, least_s in enumerate(waiting.least_s) if not least_s}
+        if self.binds is Binding.LATE:
+            return set(np.flatnonzero(np.array(waiting.least_s) == 0.0).tolist())
         return set()
 
 

@@ -6,6 +6,7 @@ requests that are considered earlier.
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -92,43 +93,60 @@ class Decoding(NamedTuple):
     tbt_s: Column
 
 
+class OwnTimes(NamedTuple):
+    """The estimated times of some engines for prompts, those before them and handoffs left out.
+
+    Attributes:
+        known: see :class:`Computing`.
+        fetch_s: seconds to fetch that are left when the engine's present prompts are computed;
+            float64 [prompts, engines].
+        new_tokens: prompt tokens that they compute, likewise.
+        step_s: seconds of a step with these alone, but for attention, likewise.
+        late_s: see :class:`Terms`; if nothing else is computed in the same step, likewise.
+    """
+
+    known: Computing
+    fetch_s: Column
+    new_tokens: Column
+    step_s: Column
+    late_s: Column
+
+    def of(self, row: int) -> "OwnTimes":
+        """One prompt, copied."""
+        one = slice(row, row + 1)
+        known = Computing._make([column[..., one, :].copy() for column in self.known])
+        return OwnTimes(known, *[column[one].copy() for column in self[1:]])
+
+    def put(self, at: Sequence[int], others: "OwnTimes") -> None:
+        """Replace those of the engines at some positions."""
+        for mine, its in zip((*self.known, *self[1:]), (*others.known, *others[1:]), strict=True):
+            mine[..., at] = its
+
+
 class Block(NamedTuple):
     """The estimated times of some engines for several prompts, until the next assignment.
 
     Attributes:
         prompts: the prompts.
+        columns: the same.
         choices: engines that could compute them, and those that could decode after these.
-        known: see :class:`Computing`.
-        fetch_s: seconds to fetch that are left when the engine's present prompts are computed;
-            float64 [prompts, engines].
-        new_tokens: prompt tokens that they compute, likewise.
-        tbt_s: between two tokens where the prompts would decode, likewise.
-        handoffs: of each part of ``choices``.
+        reused: tokens of each prompt that it would reuse where it reuses the most.
+        own: the times that do not depend on other prompts of the call.
+        tbt_s: between two tokens where the prompts would decode; float64 [prompts, engines].
+        handoffs: seconds of the handoff to the best decode engine: by the link of that, by the link
+            of the engine without the bytes, and of the bytes there; float64 [3, prompts, engines];
+            None = no engine hands over.
+        leaving_s: seconds until the KV of earlier prompts has been sent; float64 [engines].
     """
 
     prompts: Sequence[Prompt]
+    columns: PromptColumns
     choices: PairRows
-    known: Computing
-    fetch_s: Column
-    new_tokens: Column
+    reused: list[float]
+    own: OwnTimes
     tbt_s: Column
-    handoffs: "Sequence[BlockHandoffs]"
-
-
-class BlockHandoffs(NamedTuple):
-    """Handoffs from some of the engines of a :class:`Block` to the best decode engine.
-
-    Attributes:
-        mine: positions of these engines.
-        comes_s: seconds by the link of the decode engine; float64 [prompts].
-        constant_s: seconds by the links of these engines without the bytes, likewise.
-        sends_s: seconds of the bytes there; float64 [prompts, engines].
-    """
-
-    mine: slice
-    comes_s: Column
-    constant_s: Column
-    sends_s: Column
+    handoffs: Column | None
+    leaving_s: Column
 
 
 class PricedEngines:
@@ -152,17 +170,18 @@ class PricedEngines:
     def new_tokens(self, at: int) -> float:
         """Prompt tokens that the engine at a position computes."""
         assert self._block is not None
-        return float(self._block.new_tokens[self._row, at])
+        return float(self._block.own.new_tokens[self._row, at])
 
     def shared_s(self, at: int) -> float:
         """How many seconds less it takes there because others are computed in the same step."""
         assert self._block is not None
-        return float(self._block.known.prefill_s[self._row, at] - self.terms.prefill_s[at])
+        known = self._block.own.known
+        return float(known.prefill_s[self._row, at] - self.terms.prefill_s[at])
 
     def chosen(self) -> None:
         """The request gets an engine: keep what :meth:`at` and :meth:`shown` need, and no more."""
         assert self._block is not None
-        self._known, self._block = self._block.known.of(self._row), None
+        self._known, self._block = self._block.own.known.of(self._row), None
         self.terms = Terms._make([one.copy() for one in self.terms])
 
     def at(self, row: int) -> PricedPrompt:
@@ -217,81 +236,134 @@ class Prices:
         """The estimated times for one prompt; see :meth:`block` and :meth:`priced`."""
         return self.priced(self.block([prompt], choices), 0)
 
-    def block(
-        self,
-        prompts: Sequence[Prompt],
-        choices: PairRows,
-        expected: Mapping[int, float] = _NOTHING,
-    ) -> Block:
+    def block(self, prompts: Sequence[Prompt], choices: PairRows) -> Block:
         """What the times for some prompts have in common until the next :meth:`give`.
 
         Args:
             prompts: the prompts.
             choices: engines that could compute them, and those that could decode after these.
-            expected: row of an engine → tokens of each of these prompts that it will have.
         """
-        rows, columns = choices.rows, prompt_columns(prompts)
-        known = self._alone(prompts, columns, rows, expected)
-        fixed = self._of(rows)
-        tbt_s = np.empty(known.prefix.shape)
-        tbt_s[:] = fixed.step_s
-        handoffs = []
-        for mine, decode in choices.parts:
-            one, its_tbt_s = self._handoffs(columns, rows, mine, decode)
-            handoffs.append(one)
-            tbt_s[:, mine] = its_tbt_s[:, None]
-        return Block(
-            prompts, choices, known,
+        columns = prompt_columns(prompts)
+        known = self._alone(prompts, columns, choices.rows)
+        own = self._own(columns, known, choices.rows, self._of(choices.rows))
+        reused = (columns.usable + columns.peer).max(axis=1, initial=0.0).tolist()
+        return self._block(prompts, columns, choices, reused, own)
+
+    def again(self, block: Block, choices: PairRows) -> Block:
+        """A block after a :meth:`give`: nothing but queues and handoffs is different then.
+
+        Args:
+            block: of the call; nothing was sent to engines that could compute its prompts.
+            choices: now; the same engines compute, but others may decode.
+        """
+        own, rows = block.own, block.choices.rows
+        own = own._replace(fetch_s=np.maximum(own.known.fetch_s - self.backlog_s.take(rows), 0.0))
+        return self._block(block.prompts, block.columns, choices, block.reused, own)
+
+    def _block(
+        self,
+        prompts: Sequence[Prompt],
+        columns: PromptColumns,
+        choices: PairRows,
+        reused: list[float],
+        own: OwnTimes,
+    ) -> Block:
+        """Prompts with the best handoffs."""
+        rows, handoffs, tbt_s = choices.rows, None, np.empty(own.fetch_s.shape)
+        tbt_s[:] = self._of(rows).step_s
+        if choices.parts:
+            handoffs = np.zeros((3, *tbt_s.shape))
+            handoffs[2] = -inf  # of those that decode themselves: with it, the handoff takes 0
+            for mine, decode in choices.parts:
+                tbt_s[:, mine] = self._handoffs(columns, rows[mine], decode, handoffs[:, :, mine])
+        leaving_s = self._leaving_s.take(rows)
+        return Block(prompts, columns, choices, reused, own, tbt_s, handoffs, leaving_s)
+
+    def _own(
+        self, columns: PromptColumns, known: Computing, rows: Rows, fixed: CostInputs[Column]
+    ) -> OwnTimes:
+        new_tokens = np.maximum(columns.tokens - known.prefix, 0.0)
+        return OwnTimes(
+            known,
             fetch_s=np.maximum(known.fetch_s - self.backlog_s.take(rows), 0.0),
-            new_tokens=np.maximum(columns.tokens - known.prefix, 0.0),
-            tbt_s=tbt_s, handoffs=handoffs,
-        )  # fmt: skip
+            new_tokens=new_tokens,
+            step_s=fixed.constant_s + np.maximum(fixed.floor_s, fixed.token_s * new_tokens),
+            late_s=self._late_s(known.prefill_s, fixed),
+        )
+
+    def _late_s(self, own_s: Column, fixed: CostInputs[Column]) -> Column:
+        late = np.minimum(fixed.late_most, own_s * (fixed.late_per_s + own_s * fixed.late_per_s2))
+        seconds: Column = late * self._costs.usual_s
+        return seconds
 
     def _handoffs(
-        self, columns: PromptColumns, rows: Rows, mine: slice, decode: Rows
-    ) -> tuple[BlockHandoffs, Column]:
-        """Handoffs from some engines to the best one for each prompt, and seconds of its steps."""
-        comes_s, firsts = self._comes_s(decode, columns), self._of(rows)
+        self, columns: PromptColumns, rows: Rows, decode: Rows, handoffs: Column
+    ) -> Column:
+        """Put down handoffs from some engines to the best one for each prompt.
+
+        Returns:
+            Seconds of a step there; float64 [prompts, 1].
+        """
+        comes_s, costs = self._comes_s(decode, columns), self._costs.inputs
         full, seconds = self._decoding(decode, comes_s, columns)
+        if full.any():
+            seconds = np.where(full > full.min(axis=1, keepdims=True), inf, seconds)
         best = seconds.argmin(axis=1)
-        for row in np.flatnonzero(full.any(axis=1)).tolist():
-            best[row] = np.lexsort((seconds[row], full[row]))[0]
         each, there = np.arange(len(best)), self._of(decode)
         factor = there.handoff_factor[best] * self._moved(decode, columns)[each, best]
-        token_s = (firsts.token_bytes / firsts.network_bytes_per_s)[mine]
-        sends_s = factor[:, None] * token_s
-        found = BlockHandoffs(mine, comes_s[each, best], there.handoff_s[best], sends_s)
-        return found, there.step_s[best]
+        token_s = costs.token_bytes.take(rows) / costs.network_bytes_per_s.take(rows)
+        handoffs[0] = comes_s[each, best, None]
+        handoffs[1] = there.handoff_s[best, None]
+        handoffs[2] = factor[:, None] * token_s
+        step_s: Column = there.step_s[best, None]
+        return step_s
 
     def priced(self, block: Block, row: int) -> PricedEngines:
         """The times for one prompt of a block: with the best decode engine after each engine."""
-        prompt, choices = block.prompts[row], block.choices
-        expected = self._expected(prompt)
+        expected = self._expected(block.prompts[row])
         if expected:
-            block, row = self.block([prompt], choices, expected), 0
-        rows = choices.rows
+            block, row = self._expecting(block, row, expected), 0
+        rows, own = block.choices.rows, block.own
         queue_s = self._thought_s.take(rows)
-        fetch_s, own_s = block.fetch_s[row], block.known.prefill_s[row]
-        handoff_s = np.zeros(len(rows))
-        if block.handoffs:
-            computed_s = queue_s + fetch_s + own_s
-            before_s = np.maximum(self._leaving_s.take(rows) - computed_s, 0.0)
-            for some in block.handoffs:
-                sent_s = some.constant_s[row] + before_s[some.mine] + some.sends_s[row]
-                handoff_s[some.mine] = np.maximum(some.comes_s[row], sent_s)
-        fixed = self._of(rows)
-        if self._thought_steps.may_be_open:
-            shared_s = self._thought_steps.shared_s(rows, block.new_tokens[row], fixed)
+        fetch_s, own_s, late_s = own.fetch_s[row], own.known.prefill_s[row], own.late_s[row]
+        if block.handoffs is None:
+            handoff_s = np.zeros(len(rows))
+        else:
+            comes_s, constant_s, sends_s = block.handoffs[:, row]
+            before_s = np.maximum(block.leaving_s - (queue_s + fetch_s + own_s), 0.0)
+            handoff_s = np.maximum(comes_s, constant_s + before_s + sends_s)
+        steps = self._thought_steps
+        if steps.may_be_open:
+            fixed = self._of(rows)
+            shared_s = steps.shared_s(rows, own.new_tokens[row], own.step_s[row], fixed)
             if shared_s is not None:
-                own_s = np.maximum(own_s - np.where(fetch_s > 0.0, 0.0, shared_s), 0.0)
-        late = np.minimum(fixed.late_most, own_s * (fixed.late_per_s + own_s * fixed.late_per_s2))
-        late_s = late * self._costs.usual_s
+                if np.count_nonzero(fetch_s):
+                    shared_s = np.where(fetch_s > 0.0, 0.0, shared_s)
+                own_s = np.maximum(own_s - shared_s, 0.0)
+                if np.count_nonzero(fixed.late_most):
+                    late_s = self._late_s(own_s, fixed)
         terms = Terms(queue_s, fetch_s, own_s, handoff_s, block.tbt_s[row], late_s)
         return PricedEngines(block, row, terms)
 
+    def _expecting(self, block: Block, row: int, expected: Mapping[int, float]) -> Block:
+        """One prompt of a block, as some engines will have more of it than they have now."""
+        choices, prompts = block.choices, block.prompts[row : row + 1]
+        at, own = [choices.at[one] for one in expected if one in choices.at], block.own.of(row)
+        if at:
+            rows, columns = choices.rows[at], prompt_columns(prompts)
+            fixed: CostInputs[Column] = CostInputs._make(self._kept.all.take(rows, axis=1))
+            coming = self._coming_bytes.take(rows)
+            known = computing(columns, rows, fixed, coming, self._fetches, expected)
+            own.put(at, self._own(columns, known, rows, fixed))
+        one = slice(row, row + 1)
+        return block._replace(
+            prompts=prompts, own=own, tbt_s=block.tbt_s[one],
+            handoffs=None if block.handoffs is None else block.handoffs[:, one],
+        )  # fmt: skip
+
     def least_s(self, prompts: Sequence[Prompt], rows: Rows) -> list[float]:
         """Seconds of each prompt at that of some engines that needs the fewest, queues left out."""
-        found = self._alone(prompts, prompt_columns(prompts), rows, _NOTHING)
+        found = self._alone(prompts, prompt_columns(prompts), rows)
         least: list[float] = (found.fetch_s + found.prefill_s).min(axis=1).tolist()
         return least
 
@@ -350,20 +422,14 @@ class Prices:
             self._kv_room[wanted] += prompt.tokens
         self._kv_room[row] -= prompt.tokens
 
-    def _alone(
-        self,
-        prompts: Sequence[Prompt],
-        columns: PromptColumns,
-        rows: Rows,
-        expected: Mapping[int, float],
-    ) -> Computing:
+    def _alone(self, prompts: Sequence[Prompt], columns: PromptColumns, rows: Rows) -> Computing:
         """The estimated times of engines to compute prompts, without queues."""
         kept: _Kept | None = self._kept.computing
-        keeps = len(prompts) == 1 and not expected and not self._sent
+        keeps = len(prompts) == 1 and not self._sent
         if keeps and kept is not None and kept.fits(prompts[0], rows, self._fetches):
             return kept.found
         coming_bytes = self._coming_bytes.take(rows)
-        found = computing(columns, rows, self._of(rows), coming_bytes, self._fetches, expected)
+        found = computing(columns, rows, self._of(rows), coming_bytes, self._fetches, _NOTHING)
         if keeps:
             self._kept.computing = _Kept(prompts[0], rows, self._fetches, found)
         return found
@@ -436,8 +502,11 @@ class Prices:
         for row, first, given in self._given:
             if first != begins:  # no later ones are equal then
                 continue
-            size = min(len(given), len(keys))
+            least = max(prompt.own(row), expected.get(row, 0.0))
+            size, page = min(len(given), len(keys)), int(least // page_tokens)
+            if page >= size or given[page] != keys[page]:  # it has as many without
+                continue
             tokens = int(np.count_nonzero(given[:size] == keys[:size])) * page_tokens
-            if tokens > max(prompt.own(row), expected.get(row, 0.0)):
+            if tokens > least:
                 expected[row] = tokens
         return expected

@@ -188,7 +188,7 @@ class _Call:
 
     def first_long(self, now: float) -> bool:
         """Whether a request waits long."""
-        return now >= min(self._waiting.halves, default=math.inf)
+        return bool(now >= np.array(self._waiting.halves).min(initial=math.inf))
 
     def decisions(self, now: float) -> Iterator[Choice]:
         """Decide on all; requests that keep waiting are left out."""
@@ -371,7 +371,7 @@ class _Call:
         left: npt.NDArray[np.intp] | None = None
         for column in costs:
             some = column if left is None else column[left]
-            best = (some == some.min()).nonzero()[0]
+            best = (some == some[some.argmin()]).nonzero()[0]
             left = best if left is None else left[best]
             if len(left) == 1:
                 return engines[int(left[0])]

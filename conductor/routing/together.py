@@ -58,7 +58,9 @@ class LastSteps:
 
     def __init__(self, steps: StepColumns) -> None:
         self.seconds, self.tokens, self.prompts = (column.copy() for column in steps)
-        self.may_be_open = bool(((steps.tokens > 0) & (steps.tokens < STEP_TOKENS)).any())
+        # Tokens of prompts that each has room for; negative = there is none, or it is too full.
+        self._room = np.where(steps.tokens > 0, STEP_TOKENS - steps.tokens, -1.0)
+        self.may_be_open = bool((self._room > 0).any())
 
     def add(self, row: int, seconds: float, new_tokens: float, *, begins: bool) -> None:
         """An engine gets a prompt.
@@ -71,24 +73,27 @@ class LastSteps:
         """
         if begins:
             return
-        if not 0 < self.tokens[row] <= STEP_TOKENS - new_tokens:
+        if self._room[row] < new_tokens:
             self.close(row)
         self.seconds[row] += seconds
         self.tokens[row] += new_tokens
+        self._room[row] = STEP_TOKENS - self.tokens[row] if self.tokens[row] else -1.0
         self.prompts[row] += 1.0
         self.may_be_open = self.may_be_open or new_tokens < STEP_TOKENS
 
     def close(self, rows: Rows | int) -> None:
         """Other prompts come before the next ones of some engines."""
         self.seconds[rows] = self.tokens[rows] = self.prompts[rows] = 0.0
+        self._room[rows] = -1.0
 
     def left(self, rows: Rows) -> Column:
         """Tokens of prompts that these steps have room for; 0 where there is none."""
-        tokens = self.tokens.take(rows)
-        left: Column = np.where(tokens > 0, np.maximum(STEP_TOKENS - tokens, 0.0), 0.0)
+        left: Column = np.maximum(self._room.take(rows), 0.0)
         return left
 
-    def shared_s(self, rows: Rows, new_tokens: Column, costs: CostInputs[Column]) -> Column | None:
+    def shared_s(
+        self, rows: Rows, new_tokens: Column, alone_s: Column, costs: CostInputs[Column]
+    ) -> Column | None:
         """How many seconds less a prompt takes at each of some engines; None = at none.
 
         See :func:`shared_s`.
@@ -96,15 +101,14 @@ class LastSteps:
         Args:
             rows: of the engines.
             new_tokens: that each of them computes.
+            alone_s: seconds of a step with these alone, but for attention.
             costs: of these engines.
         """
-        before = self.tokens.take(rows)
-        fits: Flags = (before > 0) & (before + new_tokens <= STEP_TOKENS)
-        if not fits.any():
+        fits: Flags = new_tokens <= self._room.take(rows)
+        if not np.count_nonzero(fits):
             return None
-        floor_s, token_s = costs.floor_s, costs.token_s
+        before, floor_s, token_s = self.tokens.take(rows), costs.floor_s, costs.token_s
         together = np.maximum(floor_s, token_s * (before + new_tokens))
-        alone = np.maximum(floor_s, token_s * before)
-        own = np.maximum(floor_s, token_s * new_tokens)
-        seconds: Column = np.where(fits, costs.constant_s + own + alone - together, 0.0)
+        others = np.maximum(floor_s, token_s * before)
+        seconds: Column = np.where(fits, alone_s + others - together, 0.0)
         return seconds
