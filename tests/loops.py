@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import uvloop
 
-WAIT_S = 10.0
+WAIT_S = 25.0
+"""See :data:`tests.conftest.WAIT_S`."""
 PAUSE_S = 0.002
 
 

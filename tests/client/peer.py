@@ -11,7 +11,8 @@ from kvstore.client.link import Link
 from kvstore.protocol import wire
 
 TIMEOUT_S = 10.0
-SHORT_S = 0.1
+SHORT_S = 0.3
+"""Of a request that is not answered; one that is not even sent by then breaks no connection."""
 
 
 class Peer:

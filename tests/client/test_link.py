@@ -229,7 +229,7 @@ def test_a_node_that_is_lost_again_and_again_is_said_once(
     def lose() -> None:
         epoch = connected.epoch
         with pytest.raises(TransferTimeout):
-            connected.request(wire.Ping(0), 0.01)
+            connected.request(wire.Ping(0), SHORT_S)
         wait_until(lambda: connected.connected and connected.epoch > epoch)
 
     caplog.set_level("INFO", "kvstore.client.link")

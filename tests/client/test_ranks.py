@@ -185,7 +185,7 @@ def test_ranks_go_on_with_a_prompt_where_they_ended(make, wait_until):
 
 def test_what_one_rank_does_not_write_another_one_does(make, wait_until, monkeypatch):
     """It waits in vain once; then it writes all for a while, and waits for nobody."""
-    monkeypatch.setattr("kvstore.client.stores.TURN_WAIT_S", 2.0)
+    monkeypatch.setattr("kvstore.client.stores.TURN_WAIT_S", 4.0)
     engine = make(1, 2)
     turns, put, lazy = Storer.put_turns, Storer.put, engine.ranks[1].opening.get()
     waits: list[bool] = []

@@ -174,8 +174,8 @@ def test_requests_of_which_one_is_not_answered_end_in_their_time(peer, connected
 
     peer.answer = answer
     with pytest.raises(TransferTimeout):
-        connected.request_all([wire.Ping(0), wire.Ping(0)], 0.1, epoch)
-    assert len(pings) == 2
+        connected.request_all([wire.Ping(0), wire.Ping(0)], 0.5, epoch)
+    wait_until(lambda: len(pings) == 2)
     peer.answer = real
     wait_until(lambda: connected.connected and connected.epoch > epoch)
     with pytest.raises(KVStoreError, match="reconnected"):

@@ -17,7 +17,7 @@ from kvstore.testing.membership import MembershipContract
 from kvstore.testing.stores import MemoryRecords, MemoryStore
 from tests.loops import eventually, in_loop
 
-LEASE_S = 2.5
+LEASE_S = 5.0
 A_DRAINING = structs.replace(A, state="draining")
 
 

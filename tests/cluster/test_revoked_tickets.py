@@ -26,7 +26,7 @@ async def test_pages_stay_as_they_are_until_nobody_reads_them_with_a_revoked_tic
         service = await undo.enter_async_context(serving(a))
         async with reading(a, {}), reading(b, {"a": service.endpoint}):
             await eventually(b.up)
-            number = b.fetch(b.room(KEYS), wait_s=30.0 if leaves else 1.5)
+            number = b.fetch(b.room(KEYS), wait_s=30.0 if leaves else 3.0)
             await eventually(lambda: b.transport.held)
             if not leaves:
                 await eventually(lambda: b.end(number))
@@ -54,7 +54,7 @@ async def test_a_lease_lasts_until_a_transfer_that_outlives_its_ticket_has_been_
         service = await undo.enter_async_context(serving(a))
         async with reading(a, {}), reading(b, {"a": service.endpoint}):
             await eventually(b.up)
-            b.fetch(b.room(KEYS), wait_s=1.0)
+            b.fetch(b.room(KEYS), wait_s=3.0)
             await eventually(lambda: a.transport.revoked)
             (process,) = a.node.processes.values()
             (lease,) = process.leases.values()

@@ -189,7 +189,7 @@ async def test_a_lease_ends_with_its_deadline_though_the_reader_stays():
         b.transport.held = []
         b.transport.lingers = True
 
-        number = b.fetch(b.room(KEYS), wait_s=1.5)
+        number = b.fetch(b.room(KEYS), wait_s=3.0)
         await eventually(lambda: b.end(number))
 
         assert b.ends == [(number, b"", b.ends[0].error, False, ())]
@@ -241,7 +241,7 @@ async def test_a_fetch_waits_for_the_memory_of_its_slots_until_its_deadline(monk
             and looked.append(extent) is None,
         )  # fmt: skip
 
-        number = b.fetch(slots, wait_s=5.0 if comes else 0.2)
+        number = b.fetch(slots, wait_s=30.0 if comes else 1.5)
         await eventually(lambda: b.end(number))
 
         assert looked

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from kvstore.cluster import watched
 from kvstore.cluster.records import NodeRecord, write_record
 from kvstore.cluster.watched import WatchedMembership
 from kvstore.testing.stores import MemoryRecords, MemoryStore
@@ -32,8 +33,8 @@ async def watching(
 
 
 def store(lease_s: float = 60.0) -> MemoryRecords:
-    """The records of ``a`` and ``b`` in a store."""
-    records = MemoryRecords(lease_s)
+    """The records of ``a`` and ``b`` in a store, which do not end."""
+    records = MemoryRecords(lease_s, lambda: 0.0)
     for record in (A, B):
         records.put(record.name, write_record(record))
     return records
@@ -57,9 +58,12 @@ async def test_nodes_are_known_as_they_come_and_go_and_nothing_is_written() -> N
 
 
 @in_loop
-async def test_nodes_stay_while_the_store_is_away_and_go_if_they_do_not_come_back() -> None:
-    clock = 0.0
-    records = MemoryRecords(LEASE_S, lambda: clock)
+async def test_nodes_stay_while_the_store_is_away_and_go_if_they_do_not_come_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = [0.0]
+    monkeypatch.setattr(watched, "monotonic", lambda: now_s[0])
+    records = MemoryRecords(LEASE_S, lambda: 0.0)
     for record in (A, B):
         records.put(record.name, write_record(record))
     async with watching(records) as membership:
@@ -72,6 +76,7 @@ async def test_nodes_stay_while_the_store_is_away_and_go_if_they_do_not_come_bac
         records.away = False
         await eventually(lambda: membership.standing.state == "current")
         assert membership.nodes == {"a": A, "b": B}, "a has the time of a lease"
+        now_s[0] = LEASE_S
         await eventually(lambda: membership.nodes == {"b": B})
 
 

@@ -242,15 +242,21 @@ def outcome_of(answer: "Future[dict[str, Any]]") -> tuple[str, str | None]:
 
 
 class PushScene:
-    """A prefill and a decode engine, and a prefill engine that nothing happens to."""
+    """A prefill and a decode engine, and a prefill engine that nothing happens to.
 
-    def __init__(self, spawn: Spawn, folder: Path) -> None:
+    Args:
+        spawn: starts processes.
+        folder: for their files.
+        words: more arguments of each engine.
+    """
+
+    def __init__(self, spawn: Spawn, folder: Path, *words: str) -> None:
         nursery = Nursery(spawn, folder)
         self.secret = SECRET
         self.threads = ThreadPoolExecutor(8)
-        self.prefill = PushEngine(nursery, "p", "prefill")
-        self.decode = PushEngine(nursery, "d", "decode")
-        self.other = PushEngine(nursery, "q", "prefill")
+        self.prefill = PushEngine(nursery, "p", "prefill", *words)
+        self.decode = PushEngine(nursery, "d", "decode", *words)
+        self.other = PushEngine(nursery, "q", "prefill", *words)
         for engine in (self.prefill, self.decode, self.other):
             engine.start()
 

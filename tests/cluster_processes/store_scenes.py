@@ -21,7 +21,7 @@ TLS = ServerTls(
     CERTIFICATES / "store.pem", CERTIFICATES / "store.key", CERTIFICATES / "store-authority.pem"
 )
 CLUSTER = "blue"
-LEASE_S = 3.0
+LEASE_S = 5.0
 KINDS = ("etcd", "redis")
 
 

@@ -35,8 +35,8 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
 
 PAGES = 8
 READ_S = 2.0
-BUSY_S = 1.0
-"""What a busy machine may add."""
+BUSY_S = 4.0
+"""What a busy machine may add; a client gives up a node that does not answer after 5 s more."""
 AGAIN_S = 30.0
 
 
@@ -98,19 +98,19 @@ def test_a_store_that_fails_stalls_no_read_and_pages_are_found_again(
             without = "degraded" if stores.directory == "redis" else "current"
             wait_until(lambda: stores.directory_is(without, b), AGAIN_S)
 
+        second = put(here, 2)
         begun = monotonic()
-        came = fetch(there, put(here, 2))
+        came = fetch(there, second)
         assert monotonic() - begun < READ_S + BUSY_S
         assert came in (0, PAGES)
+        local.go_on()
 
         stores.each(harm.end)
         found_again(wait_until, there, content.keys(2, PAGES), 2)
         found_again(wait_until, there, put(here, 3), 3)
         wait_until(lambda: stores.has_met(a, ["b"]) and stores.has_met(b, ["a"]), AGAIN_S)
         wait_until(lambda: stores.directory_is("current", b), AGAIN_S)
-    assert local.wrong == []
-    assert local.reads > 0
-    assert local.longest_s < BUSY_S
+    local.check()
     for node, other in ((a, b), (b, a)):
         wait_until(lambda: asks_nothing(node, stores), AGAIN_S)  # noqa: B023
         goes_on(node, other)

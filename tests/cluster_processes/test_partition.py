@@ -26,6 +26,8 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
 
 PAGES = 16
 LOCAL_S = 1.0
+TRIES = 3
+"""A busy machine may add a second to one of them; a node that is asked adds two to each."""
 HEAL_S = 15.0
 
 
@@ -63,15 +65,17 @@ def test_a_link_is_cut_during_a_read_and_healed(
         wait_until(lambda: not b.held(), CLEAN_WAIT_S, "slots that nobody writes any more")
         wait_until(lambda: not a.held(), CLEAN_WAIT_S, "what was lent")
         wait_until(lambda: not b.stats()["cluster"]["peers"]["a"]["up"])
-        begun = monotonic()
-        assert fetch(there, content.keys(1, PAGES)) == came
-        assert monotonic() - begun < LOCAL_S, "nobody who is away is asked"
+        took_s = list[float]()
+        for _ in range(TRIES):
+            begun = monotonic()
+            assert fetch(there, content.keys(1, PAGES)) == came
+            took_s.append(monotonic() - begun)
+        assert min(took_s) < LOCAL_S, "nobody who is away is asked"
+        local.go_on()
         wait_until(lambda: not a.stats()["cluster"]["peers"]["b"]["up"])
 
         link.heal()
         wait_until(lambda: fetch(there, keys) == PAGES, HEAL_S)
         assert is_chain(1, read(there, keys))
         scene.meet(a, b)
-    assert local.wrong == []
-    assert local.reads > 0
-    assert local.longest_s < LOCAL_S
+    local.check()

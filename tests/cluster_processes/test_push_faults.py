@@ -38,11 +38,13 @@ STATES = {
     "success, not used yet": ("decode", "success"),
 }
 """Each state, who is held in it, and at which gate."""
+PATIENT = ("--handoff-silence", "6")
+"""Where nobody is silent, however long a busy machine keeps an engine from its pings."""
 
 
 @pytest.fixture
-def scene(spawn: Spawn, tmp_path: Path) -> Iterator[PushScene]:
-    made = PushScene(spawn, tmp_path)
+def scene(spawn: Spawn, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[PushScene]:
+    made = PushScene(spawn, tmp_path, *getattr(request, "param", ()))
     yield made
     made.end()
 
@@ -136,6 +138,7 @@ def strike(
     return asked
 
 
+@pytest.mark.parametrize("scene", [PATIENT], ids=["patient"], indirect=True)
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_an_engine_that_is_killed_in_any_state_costs_the_other_one_time_only(
     scene: PushScene, side: str

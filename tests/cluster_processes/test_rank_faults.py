@@ -16,7 +16,7 @@ from kvstore.handoff.registry import HandoffRegistry
 from kvstore.handoff.states import State
 from tests.conftest import Process, Spawn, wait_for
 from tests.handoff.pair import SECRET
-from tests.handoff.rank_process import PATIENCE, PROMPT_BLOCKS, SILENCE_S, blocks_of
+from tests.handoff.rank_process import PROMPT_BLOCKS, blocks_of, patience_of
 from tests.handoff.ranked import Ranked, ranked, whole_of
 from tests.handoff.test_unequal_ranks import split
 
@@ -28,8 +28,11 @@ STRUCK = [*STATES[1:], STATES[0]]
 """The first at last: what was struck before has left no link."""
 SIDES = ["prefill", "decode"]
 VICTIM = 1
-REDUCE_S = 4 * SILENCE_S
-"""A rank that does not take part in a step for so long has failed all; managers notice before."""
+SILENCE_S, PATIENT_S = 1.0, 8.0
+"""Of ranks where one stops, and where none does: a busy machine may keep each from its pings."""
+REDUCE = 4
+"""A rank that does not take part in a step for so many silences has failed all; managers notice
+before."""
 ENDED_S = 15.0
 """Until a request has ended; the deadline of BOOTSTRAPPING and a busy machine."""
 
@@ -41,8 +44,9 @@ class RankChild:
         self.side, self.rank = side, rank
         self.process: Process = scene.spawn(
             [sys.executable, "-m", "tests.handoff.rank_process", side, str(rank),
-             scene.registry.url, str(scene.port)]
+             scene.registry.url, str(scene.port), str(scene.silence_s)]
         )  # fmt: skip
+        self._reduce_s = REDUCE * scene.silence_s
         self.away = False  # it does not answer
         self.in_step = False
 
@@ -61,7 +65,7 @@ class RankChild:
     def states(self) -> list[int] | None:
         """What it tells in a step; None if it is dead, or silent."""
         try:
-            if not self.away and self._connection.poll(REDUCE_S):
+            if not self.away and self._connection.poll(self._reduce_s):
                 return list(self._connection.recv())
         except (EOFError, OSError):
             pass
@@ -93,8 +97,9 @@ Told = dict[int, tuple[str, str | None, bool]]
 class RankScene:
     """Two ranks of prefill and two of decode as processes, and other engines in this one."""
 
-    def __init__(self, spawn: Spawn) -> None:
+    def __init__(self, spawn: Spawn, silence_s: float) -> None:
         self.spawn = spawn
+        self.silence_s = silence_s
         self.registry = HandoffRegistry("127.0.0.1", 0, SECRET)
         self._listener = Listener(("127.0.0.1", 0), authkey=SECRET)
         self.port = self._listener.address[1]
@@ -151,8 +156,8 @@ class RankScene:
 
 
 @pytest.fixture
-def scene(spawn: Spawn) -> Iterator[RankScene]:
-    made = RankScene(spawn)
+def scene(spawn: Spawn, request: pytest.FixtureRequest) -> Iterator[RankScene]:
+    made = RankScene(spawn, getattr(request, "param", PATIENT_S))
     yield made
     made.close()
 
@@ -286,7 +291,7 @@ def go_on(scene: RankScene, victim: RankChild, room: int, state: str) -> None:
 
 def run(scene: RankScene, number: signal.Signals | None, side: str) -> None:
     """All states, one after another; afterwards survivors have what they had before."""
-    with ranked(split(), split(), PATIENCE) as other:
+    with ranked(split(), split(), patience_of(scene.silence_s)) as other:
         room = next(scene.rooms)
         bystander = Bystander(scene, side, other, 1_000 + room)
         advance(scene, room, "success")
@@ -321,6 +326,7 @@ def test_a_rank_that_is_killed_in_any_state_ends_its_requests_and_no_others(
 
 
 @pytest.mark.soak("handoff", minutes=1)
+@pytest.mark.parametrize("scene", [SILENCE_S], indirect=True)
 @pytest.mark.parametrize("side", SIDES)
 def test_a_rank_that_stops_in_any_state_ends_its_requests_and_no_others(
     scene: RankScene, side: str

@@ -31,7 +31,7 @@ def test_a_redis_that_was_killed_and_started_again_empty_keeps_the_contract(
 
 @in_loop
 async def test_entries_in_redis_expire_unless_they_are_announced_again(tmp_path: Path) -> None:
-    async with opened_redis(tmp_path, entry_ms=1_000) as at:
+    async with opened_redis(tmp_path, entry_ms=3_000) as at:
         node = AnnouncingNode("a", at.store())
         node.store(*pages_of(0, 16))
         running = asyncio.create_task(node.run())

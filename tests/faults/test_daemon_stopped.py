@@ -17,7 +17,8 @@ from tests.faults.conftest import CAPACITY_BYTES, Daemon, Puppet, Scene
 
 CHAIN, OTHER = 1, 2
 HELD = 8
-DEADLINE_S = 0.05
+DEADLINE_S = 0.5
+"""A lookup that is not even sent by then breaks no connection."""
 BRIEF_S, PATIENT_S = 0.2, 5.0
 SLACK_S = 8.0
 """What a busy machine may add to a deadline."""
@@ -81,7 +82,7 @@ def test_a_stopped_daemon_costs_one_deadline_and_then_nothing(
 
     assert DEADLINE_S * 0.5 <= first_s <= DEADLINE_S * 2 + SLACK_S
     assert not any(misses)
-    assert thousand_s < 1000 * DEADLINE_S / 10
+    assert thousand_s < SLACK_S
     assert threading.get_ident() not in connects
     assert store.troubles["transfer_timeout"] == before + 1
     (said,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]

@@ -1,8 +1,8 @@
 """One rank of an engine in a process of its own, which does what it is told.
 
-``python -m tests.handoff.rank_process SIDE RANK REGISTRY PORT``: takes commands from the server at
-PORT, each the name of a method and its arguments. In a step it sends the states of its requests
-there, and gets the lowest of all ranks: an all-reduce over pipes.
+``python -m tests.handoff.rank_process SIDE RANK REGISTRY PORT SILENCE``: takes commands from the
+server at PORT, each the name of a method and its arguments. In a step it sends the states of its
+requests there, and gets the lowest of all ranks: an all-reduce over pipes. SILENCE is in seconds.
 """
 
 import sys
@@ -16,10 +16,6 @@ from kvstore.handoff.states import Patience, State
 from tests.handoff.pair import SECRET, SPACE
 from tests.handoff.ranked import BLOCK_TOKENS, HEADS, LAYERS, RankMemory, whole_of
 
-SILENCE_S = 1.0
-PATIENCE = Patience(
-    bootstrapping_s=6, waiting_s=20, transferring_s=20, total_s=60, silence_s=SILENCE_S
-)
 PROMPT_BLOCKS = 4
 PARTS = {
     "prefill": tuple(RankPart((at, at + LAYERS // 2), (0, HEADS)) for at in (0, LAYERS // 2)),
@@ -27,6 +23,12 @@ PARTS = {
 }
 """So each rank of one side has a link to each of the other."""
 INSTANCES = {"prefill": b"prefill's ranks.", "decode": b"decode's ranks.."}
+
+
+def patience_of(silence_s: float) -> Patience:
+    return Patience(
+        bootstrapping_s=6, waiting_s=20, transferring_s=20, total_s=60, silence_s=silence_s
+    )
 
 
 def blocks_of(room: int) -> list[int]:
@@ -37,7 +39,9 @@ def blocks_of(room: int) -> list[int]:
 class Rank:
     """What is told to one rank."""
 
-    def __init__(self, side: str, rank: int, registry: str, server: Connection) -> None:
+    def __init__(
+        self, side: str, rank: int, registry: str, server: Connection, patience: Patience
+    ) -> None:
         self._server = server
         self._registry = registry
         self._memory = RankMemory(RankGroup(rank, PARTS[side], INSTANCES[side]))
@@ -45,10 +49,10 @@ class Rank:
         self._manager: PrefillManager | DecodeManager
         if side == "prefill":
             self._manager = PrefillManager(
-                self._memory.pool, SPACE, SECRET, registry=registry, patience=PATIENCE
+                self._memory.pool, SPACE, SECRET, registry=registry, patience=patience
             )
         else:
-            self._manager = DecodeManager(self._memory.pool, SPACE, SECRET, patience=PATIENCE)
+            self._manager = DecodeManager(self._memory.pool, SPACE, SECRET, patience=patience)
 
     def open(self, room: int, registry: str = "") -> None:
         tokens = PROMPT_BLOCKS * BLOCK_TOKENS
@@ -107,10 +111,10 @@ class Rank:
 
 
 def main() -> None:
-    side, rank, registry, port = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
-    with Client(("127.0.0.1", port), authkey=SECRET) as server:
-        told = Rank(side, rank, registry, server)
-        server.send((side, rank))
+    side, rank, registry, port, silence_s = sys.argv[1:]
+    with Client(("127.0.0.1", int(port)), authkey=SECRET) as server:
+        told = Rank(side, int(rank), registry, server, patience_of(float(silence_s)))
+        server.send((side, int(rank)))
         while True:
             try:
                 name, arguments = server.recv()

@@ -128,6 +128,7 @@ def test_a_copy_that_the_device_does_not_take_fails_in_time_and_so_do_those_behi
     blocked.goes_on.set()
     wait_until(lambda: not made.reads.holds_blocks(1))
     assert made.ready == []
+    monkeypatch.setattr(device_copies, "DEVICE_S", 10.0)
     has_slots(made, wait_until)
     made.reads.close()
     assert blocked.closed
@@ -205,6 +206,7 @@ def test_links_whose_bytes_trickle_leave_slots_to_other_peers(landings, wait_unt
         share = SLOTS // 2
         wait_until(lambda: len(begun) == SLOTS)
         assert sum(begun) == share
+        monkeypatch.setattr(device_copies, "DEVICE_S", 10.0)
         for number in range(2 * SLOTS):
             whole = landings.landing()
             landings.landings.land("quick", whole, lambda _places, _seeds: whole.digests)  # noqa: B023

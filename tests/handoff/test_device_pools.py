@@ -187,6 +187,7 @@ def test_a_device_that_does_not_finish_fails_the_request_and_its_blocks_stay(
         holder, free = (sender, receiver) if side == "prefill" else (receiver, sender)
         wait_until(lambda: not free.holds_blocks)
         assert holder.holds_blocks
+        monkeypatch.setattr(device_copies, "DEVICE_S", 10.0)
         late.device.stalled = False
         wait_until(lambda: not holder.holds_blocks)
         sender.close()

@@ -126,10 +126,10 @@ def test_a_slow_link_leaves_slots_to_the_others(told, wait_until):
 def test_who_finds_no_staging_for_too_long_is_told_and_a_slow_link_is_not_late(
     told, wait_until, monkeypatch
 ):
-    monkeypatch.setattr(device_copies, "DEVICE_S", 0.2)
     for number, link in enumerate([b"a", b"a", b"b", b"c"], 1):
         told.submit(number, link)
         wait_until(lambda number=number: number in told.numbers)
+    monkeypatch.setattr(device_copies, "DEVICE_S", 0.2)
     told.submit(5, b"a")
     told.submit(6, b"slow")
     wait_until(lambda: [job.number for job, _ in told.failed] == [6])
@@ -179,27 +179,28 @@ def test_slow_links_of_one_engine_leave_slots_to_other_engines(wait_until):
 
 def test_a_link_whose_engine_has_slots_is_not_late(told, wait_until, monkeypatch):
     """It waits for its own engine, and not for others."""
-    monkeypatch.setattr(device_copies, "DEVICE_S", 0.2)
     jobs = [told.submit(number, bytes([number]), receiver=b"slow") for number in (1, 2)]
     wait_until(lambda: told.numbers == [1, 2])
     told.submit(3, b"a", receiver=b"slow")
     jobs += [told.submit(4, b"b"), told.submit(5, b"fast")]
     wait_until(lambda: told.numbers == [1, 2, 4, 5])
+    monkeypatch.setattr(device_copies, "DEVICE_S", 0.2)
     told.submit(6, b"last")
     wait_until(lambda: [job.number for job, _ in told.failed] == [6])
+    monkeypatch.setattr(device_copies, "DEVICE_S", 10.0)
     told.reads.ended(jobs[0])
     told.reads.ended(jobs[2])
     wait_until(lambda: 3 in told.numbers)
 
 
 def test_an_engine_that_had_a_slot_once_is_late_like_others(told, wait_until, monkeypatch):
-    monkeypatch.setattr(device_copies, "DEVICE_S", 0.2)
     job = told.submit(1, b"a", receiver=b"once")
     wait_until(lambda: told.numbers == [1])
     told.reads.ended(job)
     for number in range(2, 2 + SLOTS):
         told.submit(number, bytes([number]), receiver=bytes([number]))
     wait_until(lambda: len(told.numbers) == 1 + SLOTS)
+    monkeypatch.setattr(device_copies, "DEVICE_S", 0.2)
     told.submit(9, b"a", receiver=b"once")
     wait_until(lambda: [job.number for job, _ in told.failed] == [9])
 
@@ -217,6 +218,7 @@ def test_a_late_copy_keeps_its_slot_and_blocks_until_the_device_has_finished(
     told.device.goes_on.set()
     wait_until(lambda: not told.reads.holds_blocks(1))
     assert told.ready == []
+    monkeypatch.setattr(device_copies, "DEVICE_S", 10.0)
     for number in range(2, 2 + SLOTS):
         told.submit(number, bytes([number]))
     wait_until(lambda: len(told.ready) == SLOTS)

@@ -29,8 +29,10 @@ from tests.handoff.pair import (
 
 COMMAND = ("-m", "tests.handoff.pair")
 QUICK = replace(PATIENCE, silence_s=2.0)
-NOTICED_S = 10.0
-"""A peer that stops is noticed within QUICK's silence; the rest is for a busy machine."""
+STEADY = replace(PATIENCE, transferring_s=20.0, silence_s=5.0)
+"""Its silence is longer than a busy machine keeps a peer from its pings before it is stopped."""
+NOTICED_S = 20.0
+"""A peer that stops is noticed within STEADY's silence; the rest is for a busy machine."""
 
 
 @pytest.fixture
@@ -50,8 +52,7 @@ def test_decode_has_its_blocks_back_when_prefill_ends_or_stops(
 ):
     child = spawn([sys.executable, *COMMAND, "prefill", secret_file, "-"], ready=r"ready (\S+)")
     memory = Memory()
-    patience = QUICK if number == signal.SIGSTOP else PATIENCE
-    decode = DecodeManager(memory.pool, SPACE, SECRET, patience=patience)
+    decode = DecodeManager(memory.pool, SPACE, SECRET, patience=STEADY)
     try:
         receivers = [
             decode.receiver(room, child.ready[1], 48 * BLOCK_TOKENS) for room in range(1, 4)
@@ -79,8 +80,7 @@ def test_prefill_has_its_blocks_back_when_decode_ends_or_stops(
     number, code, spawn, secret_file, wait_until
 ):
     registry, memory = HandoffRegistry("127.0.0.1", 0, SECRET), Memory()
-    patience = QUICK if number == signal.SIGSTOP else PATIENCE
-    prefill = PrefillManager(memory.pool, SPACE, SECRET, registry=registry.url, patience=patience)
+    prefill = PrefillManager(memory.pool, SPACE, SECRET, registry=registry.url, patience=STEADY)
     try:
         child = spawn(
             [sys.executable, *COMMAND, "decode", secret_file, registry.url], ready="ready"

@@ -196,7 +196,7 @@ async def test_a_replay_that_falls_silent_costs_what_was_known_and_not_the_follo
         await publisher.send(0, stored(KEYS[:2]), live=False)
         await it.follow(publisher.endpoint, publisher.replay_endpoint)
         await publisher.subscribed()
-        assert it.prefix() == 2
+        await eventually(lambda: it.prefix() == 2)
         publisher.silent = True
         await eventually(lambda: it.prefix() == 0)
         publisher.silent = False

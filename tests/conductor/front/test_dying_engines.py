@@ -175,21 +175,21 @@ async def test_nobody_waits_for_ever_for_an_engine_that_is_silent(
 @in_loop
 async def test_the_time_at_an_engine_that_fails_is_not_the_conductor_s_own() -> None:
     silent, other = FakeEngine("a", "mixed"), FakeEngine("b", "mixed")
-    async with serving(silent, other, deadline={"first_byte_s": 1.5}) as client:
+    async with serving(silent, other, deadline={"first_byte_s": 3.0}) as client:
         silent.gate.clear()
         status, _, headers = await client.complete("x", stream=True)
         assert status == 200
         decision = await client.decision(headers["X-Request-Id"])
         assert [one["prefill"] for one in decision["attempts"]] == ["a", "b"]
-        assert decision["ttft_s"] > 1.5
-        assert decision["conductor_s"] < decision["ttft_s"] - 1.4
+        assert decision["ttft_s"] > 3.0
+        assert decision["conductor_s"] < decision["ttft_s"] - 2.9
 
 
 @in_loop
 async def test_few_engines_are_asked_for_tokens_one_after_another() -> None:
     """A client does not wait for the deadlines of all engines."""
     engines = [FakeEngine(name, "mixed") for name in "abcde"]
-    async with serving(*engines, deadline={"tokenize_s": 0.4}) as client:
+    async with serving(*engines, deadline={"tokenize_s": 2.0}) as client:
         for engine in engines:
             engine.tokenize_gate.clear()
         status, answer, _ = await client.post("/tokenize", {"prompt": "x"})

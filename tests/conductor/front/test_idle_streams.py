@@ -75,7 +75,7 @@ async def test_a_client_that_does_not_read_is_given_up() -> None:
     engine.tokens = 64
     body = json.dumps({"model": "m", "prompt": "hi", "stream": True}).encode()
     engine.described["id"] = "e"
-    async with serving(deadline={"idle_s": 1.0}) as client:  # the engine has to keep it
+    async with serving(deadline={"idle_s": 3.0}) as client:  # the engine has to keep it
         await engine.start()
         try:
             entry = {"id": "e", "role": "mixed", "url": engine.url}

@@ -93,7 +93,7 @@ async def test_an_engine_that_answers_nonsense_costs_a_try_and_the_next_one_serv
     def answer(path: bytes) -> bytes | None:
         return ANSWERS[kind] if path == b"/v1/completions" else http(b"{}")
 
-    first_byte_s = 1.0 if kind == "silence" else 10.0
+    first_byte_s = 3.0 if kind == "silence" else 10.0
     async with strange(answer) as engine, serving(
         good, deadline={"first_byte_s": first_byte_s, "request_s": 30.0, "idle_s": 10.0},
         health={"probe_s": 60.0, "dead_after": 100},
@@ -102,7 +102,7 @@ async def test_an_engine_that_answers_nonsense_costs_a_try_and_the_next_one_serv
         assert (await client.operate("/v1/engines", body))[0] == 201
         if kind == "silence" and not stream:
             client.conductor.proxy._deadline = client.conductor.proxy._deadline.__class__(
-                request_s=1.0
+                request_s=3.0
             )
         found = [(await client.complete(stream=stream))[0] for _ in range(2)]
         if kind == "silence" and not stream:

@@ -231,7 +231,7 @@ async def test_a_push_that_goes_on_after_the_answer_keeps_its_place_until_it_has
 @in_loop
 async def test_a_push_that_never_ends_gives_its_place_back_at_the_deadline() -> None:
     p, d = prefill(), decode()
-    async with serving(p, d, deadline={"push_s": 0.1, "prefill_s": 60.0}) as client:
+    async with serving(p, d, deadline={"push_s": 2.0, "prefill_s": 60.0}) as client:
         p.gate.clear()
         assert (await client.complete())[0] == 200
         assert in_flight(client, p, d) == [1, 0]

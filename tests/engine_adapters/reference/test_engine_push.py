@@ -230,14 +230,14 @@ def test_decode_without_memory_renews_until_it_has_some(
 ) -> None:
     node = FakeNode()
     ask(make_engine(FakeStore(node)), TEXT[:300], to_handoff=True).wait()
-    brief = replace(OPTIONS, patience=replace(PATIENCE, bootstrapping_s=3.0))
+    brief = replace(OPTIONS, patience=replace(PATIENCE, bootstrapping_s=5.0))
     sides = {"prefill": {"handoff": brief}, "decode": {"handoff": brief, "blocks": 40}}
     pair = pair_of(make_engine, ask, (None, FakeStore(node)), **sides)
     node.gate.clear()
     restoring = ask(pair.decode, TEXT[:300], 300)  # it holds 20 blocks as long as it restores
     wait_until(lambda: restoring.request.state is State.RESTORING)
     here, there = pair.ask(TEXT[7:380])
-    wait_until(lambda: [one.seconds > 3.1 for one in pair.decode.handoffs()] == [True])
+    wait_until(lambda: [one.seconds > 5.1 for one in pair.decode.handoffs()] == [True])
     assert there.request.state is State.PREALLOC
     assert [(one.state, one.missing) for one in pair.prefill.handoffs()] == [("BOOTSTRAPPING", [])]
 
