@@ -279,6 +279,8 @@ def test_a_device_that_hangs_while_pages_leave_the_slab_keeps_the_blocks(store, 
     assert "has not finished a copy" in store.slab_stats()["broken"]
     assert not hanging.done, "the device may still write its blocks"
     assert store.slab_stats()["in_use_bytes"] == 2 * SIZE, "and read these slots"
+    _, way_in, _ = store._resources.devices._lanes["cpu:0"]
+    assert way_in._ring is None, "the lane was not tried"
     store.close()
 
     late.stalled = False
