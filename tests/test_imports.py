@@ -17,7 +17,6 @@ TORCH = {
     "kvstore.tier.gpu",
     "kvstore.tier.push_memory",
     "kvstore.tier.slab",
-    "kvstore.tier.staging",
 }
 """Modules of ``kvstore`` that import torch, which are imported only for memory on a device."""
 

@@ -24,6 +24,7 @@ from engine_adapters.vllm.facts import check_stage, check_version, heads_apart, 
 from engine_adapters.vllm.label import label_of
 from engine_adapters.vllm.names import has_strong_hashes, names_of
 from engine_adapters.vllm.options import page_tokens_of, read_options
+from engine_adapters.vllm.plugin import LiveConnectors
 from engine_adapters.vllm.stats import StoreMetrics, StoreStats
 from engine_adapters.vllm.support import (
     drop_wrong_parameters,
@@ -47,6 +48,7 @@ log = logging.getLogger("vllm.kvstore")
 
 WORKER_TIMEOUT_S: Final = 0.5
 """Maximum time that a background copy waits for an answer of the node."""
+_live: Final = LiveConnectors()
 
 
 @dataclass
@@ -98,9 +100,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Read the configuration and connect; the node need not run.
 
         Raises:
-            ConfigError: an option is wrong, or the engine's KV cannot be shared.
+            ConfigError: an option is wrong, the engine's KV cannot be shared, or the engine has
+                such a connector already.
         """
         super().__init__(vllm_config, role, kv_cache_config)
+        _live.join(self, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._options = read_options(transfer.kv_connector_extra_config)
         facts = read_facts(vllm_config, kv_cache_config, self._options.revision)
@@ -194,6 +198,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Wait for jobs and disconnect from the node."""
+        _live.leave(self)
         self._store.close()
 
     def get_kv_connector_stats(self) -> StoreStats | None:

@@ -6,6 +6,7 @@ of the connector.
 """
 
 import logging
+import weakref
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -15,6 +16,37 @@ CONNECTOR: Final = "KVStoreConnector"
 _MULTI: Final = "MultiConnector"
 _MODULE: Final = "engine_adapters.vllm"
 _MARK: Final = "_checked_by_kvstore"
+
+
+class LiveConnectors:
+    """The connectors of this process, of which an engine has one for each role.
+
+    vLLM's ``MultiConnector`` gives its connectors one description of the KV cache. Without the
+    plugin (``kv_connector_module_path``) nothing else shows that two of them are ours.
+    """
+
+    def __init__(self) -> None:
+        self._engines: weakref.WeakKeyDictionary[Any, tuple[Any, Any]] = weakref.WeakKeyDictionary()
+
+    def join(self, connector: Any, role: Any, kv_cache_config: Any) -> None:
+        """A connector is made for this engine.
+
+        Args:
+            connector: it is forgotten when nothing else refers to it.
+            role: ``KVConnectorRole``.
+            kv_cache_config: the engine's ``KVCacheConfig``.
+
+        Raises:
+            ConfigError: the engine has one of this role.
+        """
+        for known_role, known in self._engines.values():
+            if known_role is role and known is kv_cache_config:
+                raise _doubled(2)
+        self._engines[connector] = role, kv_cache_config
+
+    def leave(self, connector: Any) -> None:
+        """A connector is shut down."""
+        self._engines.pop(connector, None)
 
 
 def register() -> None:
@@ -65,19 +97,24 @@ def _check_whole(made: Any) -> None:
     given = _options_inside(transfer.kv_connector_extra_config) if inside else []
     if given:
         from engine_adapters.vllm.options import read_options
-        from kvstore.protocol.errors import ConfigError
 
         for one in given:
             read_options(one)
         if len(given) > 1:
-            raise ConfigError(
-                f"kv_connector_extra_config: connectors: {len(given)} are {CONNECTOR}: they would"
-                " store every page twice, and have one name at their node; leave one"
-            )
+            raise _doubled(len(given))
     if given or (transfer is not None and transfer.kv_connector == CONNECTOR):
         from engine_adapters.vllm.support import check_model
 
         check_model(made)
+
+
+def _doubled(count: int) -> Exception:
+    from kvstore.protocol.errors import ConfigError
+
+    return ConfigError(
+        f"kv_connector_extra_config: connectors: {count} are {CONNECTOR}: they would store every"
+        " page twice, and have one name at their node; leave one"
+    )
 
 
 def _options_inside(multi: dict[str, Any]) -> list[dict[str, Any]]:

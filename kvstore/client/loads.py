@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import count as counted_from
 from time import perf_counter
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,12 +25,9 @@ from kvstore.client.resources import Opened, StoreResources
 from kvstore.client.results import PageViews
 from kvstore.mover.kvpool import KVPool
 from kvstore.protocol import wire
-from kvstore.protocol.errors import KVStoreError
+from kvstore.protocol.errors import DeviceUnavailable, KVStoreError
 from kvstore.protocol.page import DIGEST_BYTES, KEY_BYTES, PrefixKeys, page_seeds
 from kvstore.state.table.slab import PageSet
-
-if TYPE_CHECKING:
-    from kvstore.tier.slab import Fence
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +35,9 @@ LEASE_S: Final = 30.0
 DISK_WAIT_S: Final = 2.0
 """How long a load waits for pages from disk or from other nodes, and a put for free slots, at a
 time."""
+
+SETTLE_S: Final = 0.1
+"""How long a load waits for a slab's last copies before it goes on without the slab."""
 
 names: Final = counted_from(1)
 """Numbers of leases and puts; never repeated in a process."""
@@ -75,14 +75,6 @@ class _Leased(NamedTuple):
     sources: mover.Addresses
     digests: mover.Digests
     seeds: npt.NDArray[np.uint64]
-
-
-class _Blocks(NamedTuple):
-    """Target blocks on a device; see :meth:`kvstore.tier.slab.DeviceSlab.load_blocks`."""
-
-    pool: KVPool
-    blocks: npt.NDArray[np.int64]
-    fence: "Fence | None"
 
 
 class Loader:
@@ -167,52 +159,62 @@ class Loader:
             state: where the load begins, and whether it may wait.
 
         Returns:
-            The blocks, unless a slab on the same device serves them; and the load, which returns
-            the length of the loaded run in pages.
+            The blocks, unless the device cannot be used; and the load, which returns the length of
+            the loaded run in pages.
         """
-        promotion = self._resources.promotion
-        if promotion is not None and promotion.slab.serves(pool):
-            return None, self._slab_load(
-                keys, pool, table, shard, promotion, progress, at_once, state
-            )
         try:
             there = self._resources.devices.blocks(pool, table)
         except KVStoreError as error:
             self._resources.note_trouble(error)
             return None, lambda: 0
-        return there, lambda: self._load_to_device(
-            keys, there, shard, progress, order, at_once, state
-        )
+        promotion = self._resources.promotion
+
+        def load() -> int:
+            if (
+                promotion is not None
+                and promotion.slab.serves(pool, self._pages[shard])
+                and not self._slab_load(
+                    keys, pool, there, shard, promotion, progress, at_once, state
+                )
+            ):
+                return state.loaded
+            return self._load_to_device(keys, there, shard, progress, order, at_once, state)
+
+        return there, load
 
     def _slab_load(
-        self, keys: PrefixKeys, pool: KVPool, blocks: npt.NDArray[np.int64], shard: int,
+        self, keys: PrefixKeys, pool: KVPool, target: BlocksOnDevice, shard: int,
         promotion: Promotion, progress: mover.Progress, at_once: int, state: LoadState,
-    ) -> Callable[[], int]:  # fmt: skip
-        """Load through the slab on the pool's device."""
-        slab, pages, table = promotion.slab, self._pages[shard], blocks.reshape(-1)
-        each = blocks.shape[1]
-        fence = slab.fence()
+    ) -> bool:  # fmt: skip
+        """Load through the slab on the pool's device; ``state`` says how far that came.
 
-        def run() -> int:
-            loaded = state.loaded
-            try:
-                while loaded < len(keys) and not progress.cancelled:
-                    state.loaded = loaded
-                    rest = keys[loaded : loaded + at_once]
-                    part = _Blocks(pool, table[loaded * each : (loaded + len(rest)) * each], fence)
-                    count = slab.load_blocks(pages, rest, *part)
-                    count = count or self._through_slab(
-                        rest, part, shard, promotion, progress, may_wait=state.may_wait
-                    )
-                    if not count:
-                        break
-                    loaded += count
-            except KVStoreError as error:
-                self._resources.note_trouble(error)
-            progress.before = loaded
-            return loaded
+        Returns:
+            Whether the rest can be loaded without the slab: the device does nothing for it any
+            more, and the node has not failed.
 
-        return run
+        Raises:
+            MustWaitError: see :meth:`load`.
+        """
+        slab, pages, count = promotion.slab, self._pages[shard], 1
+        try:
+            while count and state.loaded < len(keys) and not progress.cancelled:
+                stop = min(state.loaded + at_once, len(keys))
+                rest, part = keys[state.loaded : stop], target.pages(state.loaded, stop)
+                count = slab.load_blocks(pages, rest, pool, part.table, part.after, part.copy)
+                count = count or self._through_slab(
+                    rest, pool, part, shard, promotion, progress, may_wait=state.may_wait
+                )
+                state.loaded += count
+        except KVStoreError as error:
+            self._resources.note_trouble(error)
+            return False
+        finally:
+            progress.before = state.loaded
+        if target.copy.wait_idle(SETTLE_S):
+            return True
+        late = f"{pool.device} has not finished a copy from the slab"
+        self._resources.note_trouble(DeviceUnavailable(late, "deadline"))
+        return False
 
     def _load_to_device(
         self, keys: PrefixKeys, target: BlocksOnDevice, shard: int, progress: mover.Progress,
@@ -357,8 +359,8 @@ class Loader:
             return count
 
     def _through_slab(
-        self, keys: PrefixKeys, target: _Blocks, shard: int, promotion: Promotion,
-        progress: mover.Progress, *, may_wait: bool,
+        self, keys: PrefixKeys, pool: KVPool, target: BlocksOnDevice, shard: int,
+        promotion: Promotion, progress: mover.Progress, *, may_wait: bool,
     ) -> int:  # fmt: skip
         """Load the leading run from the node through the slab to the blocks; returns its length."""
         slab, pages = promotion.slab, self._pages[shard]
@@ -366,7 +368,9 @@ class Loader:
             leased = self._lease(keys, shard, undo, may_wait=may_wait)
             there = len(leased.sources)
             promotion.stage(pages, keys[:there], leased.sources, leased.answer.digests, progress)
-            count = slab.load_blocks(pages, keys[:there], *target)
+            count = slab.load_blocks(
+                pages, keys[:there], pool, target.table, target.after, target.copy
+            )
             # Pages that expire at the node must not stay here either.
             slab.forget(pages, keys[leased.answer.lasting : there].packed)
             if count < there and not progress.cancelled:

@@ -9,22 +9,17 @@ import numpy.typing as npt
 from kvstore import mover
 from kvstore.client.device import BlocksOnDevice
 from kvstore.client.jobs import RestoreJob, StoreJob
-from kvstore.client.loads import DISK_WAIT_S, Loader, LoadState
+from kvstore.client.loads import DISK_WAIT_S, LoadState
 from kvstore.client.node_link import NodeLink
 from kvstore.client.resources import LOADS, Opened, StoreResources
 from kvstore.client.results import MISS, Hit, PageViews, PutResult, RestoreResult
+from kvstore.client.shard_loads import ShardLoader
 from kvstore.client.stores import Backoff, Keep, ShardPages, Storer, summed
 from kvstore.config.cluster import NODES_MAX
 from kvstore.mover.kvpool import KVPool
 from kvstore.protocol import wire
 from kvstore.protocol.errors import CapacityError, InvalidArgument, KVStoreError, TooFewCopies
-from kvstore.protocol.page import (
-    PrefixKeys,
-    ShardSpec,
-    SpaceIdentity,
-    Tokens,
-    page_keys,
-)
+from kvstore.protocol.page import PrefixKeys, ShardSpec, SpaceIdentity, Tokens, page_keys
 from kvstore.state.table.slab import PageSet
 
 BATCH_BYTES: Final = 256 << 20
@@ -64,7 +59,7 @@ class Space:
         self.pages = tuple(PageSet(identity, spec) for spec in shards)
         self.page_bytes = tuple(pages.page_bytes for pages in self.pages)
         self._opened: dict[int, Opened] = {}
-        self._loads = Loader(resources, self.pages, self.numbers)
+        self._loads = ShardLoader(resources, self.pages, self.numbers)
         self._stores = Storer(resources, self.pages, self.numbers)
 
     def page_keys(
@@ -416,7 +411,7 @@ class Space:
             def load() -> int:
                 return self.load_pieces(keys, target, shard, progress, order, state)
         else:
-            at_once, table = self._batch_pages(shard), pool.table(blocks, size, len(keys))
+            at_once, table = self.batch_pages(shard), pool.table(blocks, size, len(keys))
             there, load = self._loads.device_load(
                 keys, pool, table, shard, progress, order, at_once, state
             )
@@ -434,6 +429,30 @@ class Space:
         return RestoreJob(
             resources.loads, run, progress, layered=layered, slow=resources.slow_loads, blocks=there
         )
+
+    def restore_shards(
+        self, keys: PrefixKeys, blocks: npt.ArrayLike, parts: Sequence[tuple[KVPool, int]],
+        order: mover.Order = "page",
+    ) -> list[RestoreJob]:  # fmt: skip
+        """Copy pages of several shards into an engine's blocks, in the background.
+
+        It is :meth:`restore_to_kvpool` for each, but for pools in host memory without a slab, page
+        after page, in one job, with one request for the leases of all.
+
+        Args:
+            keys: the pages to copy.
+            blocks: block numbers, the same for all shards.
+            parts: for each shard where the engine keeps K and V of it, and the shard.
+            order: see :meth:`restore_to_kvpool`.
+
+        Returns:
+            One job for all, which restores the pages that all shards have, or one for each part.
+
+        Raises:
+            InvalidArgument: the blocks do not fit the keys or a pool.
+            LayoutMismatch: a page is not a whole number of a pool's blocks.
+        """
+        return self._loads.restore_shards(self, keys, blocks, parts, order)
 
     def extract_from_kvpool(
         self, pool: KVPool, blocks: npt.ArrayLike, keys: PrefixKeys, shard: int = 0, *,
@@ -546,7 +565,7 @@ class Space:
 
     def _share(self, parts: Sequence[ShardPages]) -> float:
         """The pages of these parts, as a share of what one message may reserve."""
-        return sum(len(part.keys) / self._batch_pages(part.shard) for part in parts)
+        return sum(len(part.keys) / self.batch_pages(part.shard) for part in parts)
 
     def _put_batch(self, parts: Sequence[ShardPages]) -> list[PutResult | KVStoreError]:
         if len(parts) == 1:  # perhaps a single page, for which a slot is reserved
@@ -588,7 +607,7 @@ class Space:
         progress: mover.Progress | None, order: mover.Order, state: LoadState | None = None,
     ) -> int:  # fmt: skip
         """Copy and verify the leading run of pages; returns its length."""
-        at_once = self._batch_pages(shard)
+        at_once = self.batch_pages(shard)
         state = state or LoadState()
         return self._loads.load(keys, target, shard, progress, order, at_once, state)
 
@@ -613,7 +632,7 @@ class Space:
             )
         return self.page_bytes[shard]
 
-    def _batch_pages(self, shard: int) -> int:
+    def batch_pages(self, shard: int) -> int:
         """Maximum pages that one message may pin or reserve."""
         quota = self._resources.link.quota_bytes or 2 * BATCH_BYTES
         most = min(BATCH_BYTES, quota // (LOADS + 1))  # loads and a store fit at the same time
@@ -622,5 +641,5 @@ class Space:
     def _batches(
         self, count: int, shard: int, most: int = wire.BATCH_KEYS_MAX
     ) -> list[tuple[int, int]]:
-        each = min(most, self._batch_pages(shard))
+        each = min(most, self.batch_pages(shard))
         return [(start, min(start + each, count)) for start in range(0, count, each)]

@@ -221,12 +221,9 @@ class WorkerSide:
                 # The engine goes on from the last page of each group: of KV, of a window, of a
                 # state. Where it has no block for it, nothing would be there.
                 loading.refused |= not (blocks.blocks and blocks.blocks[-1])
-                for memory in self.groups[blocks.group].shards if blocks.blocks else ():
-                    job = self._restore(load, blocks, memory)
-                    if job is None:
-                        loading.refused = True
-                    else:
-                        loading.parts.append((blocks, job))
+                jobs = self._restore(load, blocks) if blocks.blocks else []
+                loading.refused |= jobs is None
+                loading.parts += [(blocks, job) for job in jobs or ()]
 
     def wait_layer(self, place: int, layer: int) -> None:
         """Wait until a layer of all layer-wise loads is loaded, or has failed.
@@ -320,15 +317,17 @@ class WorkerSide:
             return
         storing.sizes = [space.page_bytes[shard] for *_, shard in parts]
 
-    def _restore(self, load: Load, blocks: Blocks, memory: ShardMemory) -> RestoreJob | None:
+    def _restore(self, load: Load, blocks: Blocks) -> list[RestoreJob] | None:
+        """Start the restores of all shards of a group; None = that is not possible."""
         space = self.opening.get()
         if space is None:
             return None
         count = len(blocks.blocks) // self.groups[blocks.group].page_blocks
         keys = load.keys[blocks.first : blocks.first + count]
         order: Order = "segment" if load.layerwise else "page"
+        parts = [(memory.pool, memory.shard) for memory in self.groups[blocks.group].shards]
         try:
-            return space.restore_to_kvpool(keys, memory.pool, blocks.blocks, memory.shard, order)
+            return space.restore_shards(keys, blocks.blocks, parts, order)
         except KVStoreError as error:
             self._note("load", error)
             return None

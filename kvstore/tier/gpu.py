@@ -225,8 +225,10 @@ class DevicePool:
         """The table on the device; the last one is kept, because all layers of a job use it."""
         found = self._table
         if found is None or found[0] is not table:
-            there = torch.from_numpy(np.ascontiguousarray(table)).to(self._planes[0].device)
-            self._table = found = (table, there)
+            # Else torch would wait for the stream, and with it for the engine, without a limit.
+            index = torch.from_numpy(np.ascontiguousarray(table))
+            index = index.to(self._planes[0].device, non_blocking=True)
+            self._table = found = (table, index)
         return found[1]
 
     def _to_blocks(self, table: Table, size: int) -> Callable[[int, int, Any], None]:

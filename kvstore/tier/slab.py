@@ -5,25 +5,23 @@ One allocation on ``cuda:N``, or in host memory (``cpu``) without a GPU.
 and verifies bytes:
 
 * A page becomes READY only if its bytes match its digest. The node's memory is shared: a device
-  that copied from it directly would read it again after it was digested. So pages are verified
-  during a copy to private pinned memory, and the device copies from there; of two halves one is
-  filled while the device reads the other.
+  that copied from it directly would read it again after it was digested. So pages go through the
+  private ring of a :class:`~kvstore.tier.lane.Lane`, and are verified on their way into it.
 * A load from a slab in host memory digests each page again during the copy, which takes no extra
   time. Device memory is not read back for a digest: it was verified when it was written, no other
   process can write to it, and it has ECC.
 
-It imports torch, as four other modules of ``kvstore`` do: :mod:`kvstore.tier.gpu`,
-:mod:`kvstore.tier.push_memory`, :mod:`kvstore.tier.staging`, and :mod:`kvstore.testing.device`. All
-are imported only when memory on a device is asked for.
+It imports torch, as three other modules of ``kvstore`` do: :mod:`kvstore.tier.gpu`,
+:mod:`kvstore.tier.push_memory`, and :mod:`kvstore.testing.device`. All are imported only when
+memory on a device is asked for.
 """
 
-import ctypes
 import logging
 import os
 import threading
 import weakref
-from contextlib import suppress
-from typing import Any, Final, NamedTuple
+from functools import partial
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -31,11 +29,17 @@ import torch
 
 from kvstore import mover
 from kvstore.mover.kvpool import KVPool
-from kvstore.protocol.errors import CapacityError, InvalidArgument, TierUnavailable
+from kvstore.protocol.errors import (
+    CapacityError,
+    DeviceUnavailable,
+    InvalidArgument,
+    TierUnavailable,
+)
 from kvstore.protocol.page import DIGEST_BYTES, KEY_BYTES, PrefixKeys, page_seeds
 from kvstore.state.table.slab import Held, PageSet, Reservation, SlabIndex
 from kvstore.state.tree.slots import SLOT_ALIGNMENT
-from kvstore.tier.staging import Pages, WayIn, on_stream
+from kvstore.tier.gpu import HostDevice, item_of, open_device, plane_view
+from kvstore.tier.lane import Device, DeviceCopy, DeviceEvent, Lane, PagesInHost
 
 log = logging.getLogger(__name__)
 
@@ -47,12 +51,8 @@ allow larger pages."""
 STAGE_BYTES: Final = 64 << 20
 """Maximum bytes gathered at a time on a device before they are copied to an engine's blocks."""
 _slabs: "weakref.WeakSet[DeviceSlab]" = weakref.WeakSet()
-
-
-class Fence(NamedTuple):
-    """A point on the engine's stream: its blocks are not written before the device reaches it."""
-
-    event: Any
+_in_use: Final[list[torch.Tensor]] = []
+"""Memory of slabs whose device has failed: it may still be used, so it is never freed."""
 
 
 class DeviceSlab:
@@ -63,6 +63,7 @@ class DeviceSlab:
         capacity_bytes: size of the allocation; rounded down to whole extents.
         mapped: copy as for host memory; None = only on ``cpu``. Tests pass False to run the device
             code on ``cpu``.
+        streams: the device whose streams it uses; None = ``device``. Tests pass one that is late.
 
     Attributes:
         device: ``cpu`` or ``cuda:N``.
@@ -73,7 +74,10 @@ class DeviceSlab:
     """
 
     @torch.inference_mode(mode=False)
-    def __init__(self, device: str, capacity_bytes: int, *, mapped: bool | None = None) -> None:
+    def __init__(
+        self, device: str, capacity_bytes: int, *, mapped: bool | None = None,
+        streams: Device | None = None,
+    ) -> None:  # fmt: skip
         if capacity_bytes < SLOT_ALIGNMENT:
             raise InvalidArgument("device_slab", f"{capacity_bytes} bytes hold no page")
         chosen = _device(device)
@@ -94,15 +98,19 @@ class DeviceSlab:
                 " smaller"
             ) from error
         self._start = -self._memory.data_ptr() % SLOT_ALIGNMENT
-        self._mapped = chosen.type == "cpu" if mapped is None else mapped
-        self._stream = _stream(chosen)
+        on_host = chosen.type == "cpu"
+        self._mapped = on_host if mapped is None else mapped
+        self._device = streams or (HostDevice("cpu") if on_host else open_device(self.device))
+        self._way_in, self._way_out = Lane(self._device), Lane(self._device)
+        for lane in (self._way_in, self._way_out):
+            # Queued work may still use what this memory was before.
+            lane.stream.wait(self._device.current().record())
         self._index = SlabIndex(self._extent_bytes, count)
         self._errors = 0
         self._broken = ""
         self._too_large = 0
         self._users = 0
         self._open = True
-        self._way_in = WayIn(chosen, self._stream)
         #: Protects the index and the fields above; notified when a user has finished.
         self._changed = threading.Condition()
         _slabs.add(self)
@@ -114,9 +122,12 @@ class DeviceSlab:
 
     # ---- content ----------------------------------------------------------------------------
 
-    def serves(self, pool: KVPool) -> bool:
-        """Whether pages can be copied from here directly to the pool."""
-        return pool.device == self.device
+    def serves(self, pool: KVPool, pages: PageSet) -> bool:
+        """Whether these pages can be copied from here directly to the pool.
+
+        The pool is on this device, the slab works, and a page fits its extents.
+        """
+        return pool.device == self.device and self._usable and self._fits(pages)
 
     def run(self, pages: PageSet, packed: bytes) -> int:
         """Number of leading keys whose pages are in the slab."""
@@ -163,14 +174,8 @@ class DeviceSlab:
         with self._changed:
             if not self._usable:
                 raise CapacityError(f"the slab is {self._broken or 'closed'}")
-            if pages.slot_bytes > self._extent_bytes and not self._too_large:
-                self._too_large = pages.slot_bytes
-                log.warning(
-                    "pages of %d bytes do not fit the slab's extents of %d: no page is promoted;"
-                    " device_slab.capacity_bytes must be %d or more",
-                    pages.page_bytes, self._extent_bytes, pages.slot_bytes * EXTENTS_MIN,
-                )  # fmt: skip
-            taken = self._index.reserve(pages, keys, digests, always=always)
+            fits = self._fits(pages)
+            taken = self._index.reserve(pages, keys, digests, always=always) if fits else None
             if taken is None:
                 raise CapacityError("no slot of the slab is free, and none may be taken")
             assert len(taken.digests) == len(taken.slots) * DIGEST_BYTES
@@ -202,13 +207,10 @@ class DeviceSlab:
                 ok = mover.scatter(sources[part], size, digests, seeds, target, progress)
                 good = count if ok.all() else int(np.argmin(ok))
             else:
-                pages = Pages(sources[part], size, digests, seeds)
-                starts = self._offsets(taken.slots).tolist()
-                targets = [self._memory[start : start + size] for start in starts]
-                good = self._way_in.copy(pages, targets, progress)
-        except RuntimeError as error:
-            self._break(error)
-            return 0
+                pages = PagesInHost(sources[part], size, digests, seeds)
+                good = self._bring(pages, self._offsets(taken.slots).tolist(), progress)
+        except DeviceUnavailable as error:
+            self._failed(error)
         finally:
             with self._changed:
                 self._users -= 1
@@ -255,41 +257,37 @@ class DeviceSlab:
             self._unpin(held)
 
     def load_blocks(
-        self, pages: PageSet, keys: PrefixKeys, pool: KVPool, blocks: npt.NDArray[np.int64],
-        fence: Fence | None = None,
+        self, pages: PageSet, keys: PrefixKeys, pool: KVPool, table: npt.NDArray[np.int64],
+        after: DeviceEvent, copy: DeviceCopy,
     ) -> int:  # fmt: skip
         """Copy the leading run to blocks on the device; returns the number of pages.
 
+        It does not raise. If the device fails, no page counts, and the blocks may be written until
+        ``copy`` is idle.
+
         Args:
-            pages: the set of pages.
+            pages: the set of pages; :meth:`serves` them.
             keys: consecutive keys.
             pool: a pool on this slab's device.
-            blocks: block numbers, in page order.
-            fence: the result of :meth:`fence` when the engine requested the load.
+            table: the blocks of each page, shape (pages, blocks of a page).
+            after: the blocks are not written before the device has reached this event.
+            copy: told about the work, and that all layers come together.
         """
-        assert self.serves(pool)
+        assert pool.device == self.device
         held = self._pin(pages, keys)
         try:
             if held.slots:
-                self._copy_out(held, pages.page_bytes, pool, blocks, fence)
+                with self._way_out.turn(copy):
+                    self._copy_out(held, pages.page_bytes, pool, table, after)
+                    end = self._way_out.stream.record()
+                    self._way_out.reached(end)
+                copy.note_layers([end])
             return len(held.slots)
-        except torch.OutOfMemoryError as error:
-            self._finish()
-            with self._changed:
-                self._errors += 1
-            log.warning("no memory on %s to scatter pages to blocks: %s", self.device, error)
-            return 0
-        except RuntimeError as error:
-            self._break(error)
+        except DeviceUnavailable as error:
+            self._failed(error)
             return 0
         finally:
             self._unpin(held)
-
-    def fence(self) -> Fence | None:
-        """A fence after all work that the engine has queued so far, for :meth:`load_blocks`."""
-        if self._stream is None:
-            return None
-        return Fence(torch.cuda.current_stream(self._stream.device).record_event())
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until no copy is in progress; returns False on timeout."""
@@ -302,6 +300,7 @@ class DeviceSlab:
             self._open = False
         if self.drain(timeout_s):
             self._way_in.close()
+            self._way_out.close()
             self._memory = self._memory.new_empty(0)
         else:
             log.error("the slab's memory is not freed: a copy has not ended for %s s", timeout_s)
@@ -326,15 +325,30 @@ class DeviceSlab:
                 self._index.unpin(held)
             self._changed.notify_all()
 
-    def _break(self, error: Exception) -> None:
-        """Stop using the slab after a device error: copies may still be in progress."""
-        with suppress(RuntimeError):
-            self._finish()  # when we return, the engine may use its blocks again
+    def _fits(self, pages: PageSet) -> bool:
+        """Whether a page fits an extent; warns the first time that one does not."""
+        if pages.slot_bytes <= self._extent_bytes:
+            return True
+        if not self._too_large:
+            self._too_large = pages.slot_bytes
+            log.warning(
+                "pages of %d bytes do not fit the slab's extents of %d: no page is promoted;"
+                " device_slab.capacity_bytes must be %d or more",
+                pages.page_bytes, self._extent_bytes, pages.slot_bytes * EXTENTS_MIN,
+            )  # fmt: skip
+        return False
+
+    def _failed(self, error: DeviceUnavailable) -> None:
+        """Note a failed copy; unless only memory is missing, it may go on: the slab ends."""
         with self._changed:
             self._errors += 1
             if self._broken:
                 return
+            if error.cause in {"memory", "memlock"}:
+                log.warning("the slab on %s cannot be used now: %s", self.device, error)
+                return
             self._broken = f"broken ({error})"
+            _in_use.append(self._memory)
         log.error("the slab on %s is disabled, pages come from the node: %s", self.device, error)
 
     def _offsets(self, slots: list[Any]) -> npt.NDArray[np.int64]:
@@ -345,38 +359,55 @@ class DeviceSlab:
     def _addresses(self, slots: list[Any]) -> mover.Addresses:
         return self._offsets(slots).astype(np.uint64) + np.uint64(self._memory.data_ptr())
 
-    def _finish(self) -> None:
-        """Wait until the device has finished all queued work."""
-        if self._stream is not None:
-            self._stream.record_event().synchronize()
+    def _bring(self, pages: PagesInHost, starts: list[int], progress: mover.Progress | None) -> int:
+        """Copy pages to these offsets, up to the first that fails verification.
+
+        Raises:
+            DeviceUnavailable: the device fails or does not finish.
+        """
+        lane, size = self._way_in, pages.size
+        targets = [self._memory[start : start + size] for start in starts]
+        assert len(targets) == len(pages.sources)
+
+        def deliver(first: int, count: int, memory: Any) -> None:
+            for at, target in enumerate(targets[first : first + count]):
+                target.copy_(memory[at * size : (at + 1) * size], non_blocking=True)
+
+        with lane.turn(DeviceCopy()):
+            good = lane.bring(pages, deliver, progress)
+            lane.reached(lane.stream.record())
+        return good
 
     def _copy_out(
-        self, held: Held, size: int, pool: KVPool, blocks: npt.NDArray[np.int64],
-        fence: Fence | None,
-    ) -> None:  # fmt: skip
-        """Gather some pages at a time, and scatter them to each plane."""
-        each = pool.blocks_per_page(size)
-        planes = [_plane(pool, address, self._memory.device) for address in pool.planes]
+        self, held: Held, size: int, pool: KVPool, table: npt.NDArray[np.int64], after: DeviceEvent
+    ) -> None:
+        """Queue copies of some pages at a time to each plane."""
+        item, kind = item_of(pool)
+        planes = [plane_view(self._device, pool, at, item, kind) for at in pool.planes]
         offsets, at_once = self._offsets(held.slots).tolist(), max(1, STAGE_BYTES // size)
-        with on_stream(self._stream):
-            if fence is not None and self._stream is not None:
-                self._stream.wait_event(fence.event)
-            for start in range(0, len(offsets), at_once):
-                part = offsets[start : start + at_once]
-                staged = torch.stack([self._memory[at : at + size] for at in part])
-                staged = staged.view(len(part), len(planes), each, pool.block_bytes)
-                chosen = blocks[start * each : (start + len(part)) * each]
-                table = torch.from_numpy(np.ascontiguousarray(chosen)).to(self._memory.device)
-                for number, plane in enumerate(planes):
-                    rows = staged[:, number].reshape(-1, pool.block_bytes)
-                    plane.index_copy_(0, table, rows.view(plane.dtype))
-            self._finish()
+        self._way_out.stream.wait(after)
+        for start in range(0, len(offsets), at_once):
+            part = offsets[start : start + at_once]
+            blocks = table[start : start + len(part)]
+            rows = [self._memory[at : at + size] for at in part]
+            self._way_out.stream.run(partial(_spread, rows, planes, blocks))
 
     def forked(self) -> None:
         """In a forked child: the parent owns the memory; everything is a miss."""
         self._changed = threading.Condition()
         self._users = 0
         self._open = False
+
+
+def _spread(pages: list[Any], planes: list[Any], table: npt.NDArray[np.int64]) -> None:
+    """Copy pages to their blocks in each plane; run on the stream."""
+    staged = torch.stack(pages).view(len(pages), len(planes), table.shape[1], -1)
+    # Else torch would wait for the stream, and with it for the engine, without a limit.
+    index = torch.from_numpy(np.ascontiguousarray(table.reshape(-1)))
+    index = index.to(staged.device, non_blocking=True)
+    for number, plane in enumerate(planes):
+        blocks = staged[:, number].reshape(len(index), -1)
+        plane.index_copy_(0, index, blocks.view(plane.dtype))
 
 
 def _device(name: str) -> torch.device:
@@ -398,43 +429,6 @@ def _device(name: str) -> torch.device:
     if (device.index or 0) >= count:
         raise TierUnavailable(f"{name}: this process sees {count} CUDA devices; use cpu")
     return torch.device("cuda", device.index or 0)
-
-
-def _stream(device: torch.device) -> Any:
-    """A new stream, after all queued work that may still use the allocated memory."""
-    if device.type != "cuda":
-        return None
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream(device))
-    return stream
-
-
-def _host(address: int, size: int) -> torch.Tensor:
-    """Host memory as a tensor; the caller keeps it mapped."""
-    return torch.from_numpy(np.ctypeslib.as_array((ctypes.c_ubyte * size).from_address(address)))
-
-
-class _DeviceArray:
-    """Device memory at an address, in the interface that torch accepts."""
-
-    def __init__(self, address: int, size: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3,
-        }  # fmt: skip
-
-
-def _plane(pool: KVPool, address: int, device: torch.device) -> torch.Tensor:
-    """A plane of a pool, shape (blocks, items per block); int64 items if aligned, else bytes."""
-    size = (pool.block_count - 1) * pool.block_stride_bytes + pool.block_bytes
-    if device.type == "cuda":
-        flat = torch.as_tensor(_DeviceArray(address, size), device=device)
-    else:
-        flat = _host(address, size)
-    wide = not (address | pool.block_bytes | pool.block_stride_bytes) % 8
-    flat, item = (flat.view(torch.int64), 8) if wide else (flat, 1)
-    return flat.as_strided(
-        (pool.block_count, pool.block_bytes // item), (pool.block_stride_bytes // item, 1)
-    )
 
 
 def _after_fork() -> None:

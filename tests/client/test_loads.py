@@ -36,7 +36,7 @@ def test_loads_that_copy_at_a_time_and_a_store_fit_the_quota():
     """The quota is half of the pool: a batch of each must fit, or one of them is cut short."""
     with KVStore.open(1 << 20, extent_bytes=1 << 20) as store:
         space = open_space(store, page_tokens=32)
-        at_once = space._batch_pages(0) * space.page_bytes[0]
+        at_once = space.batch_pages(0) * space.page_bytes[0]
 
         assert (LOADS + 1) * at_once <= store._resources.link.quota_bytes == 1 << 19
 

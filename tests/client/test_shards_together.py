@@ -1,4 +1,4 @@
-"""Goal: pages of several shards that are stored together are as if each had been stored alone."""
+"""Goal: pages of several shards that move together are as if each had been moved alone."""
 
 from typing import Any
 
@@ -7,11 +7,13 @@ import pytest
 
 from kvstore.client.exchange import Connection
 from kvstore.client.results import PutResult
+from kvstore.client.shard_loads import ShardLoader
 from kvstore.client.store import KVStore
 from kvstore.protocol import wire
 from kvstore.protocol.errors import CapacityError, InvalidArgument, KVStoreError, TransferTimeout
 from kvstore.protocol.page import CanonicalLayout, ShardSpec
 from tests.client.conftest import TIMEOUT_S, Pool, content, new_keys, open_space
+from tests.client.slabs import host_byte
 
 HEADS = [
     ShardSpec(layout=CanonicalLayout(64), layers=(0, 2), heads=(head, head + 1))
@@ -118,6 +120,169 @@ def test_a_pool_on_a_device_and_blocks_that_do_not_fit_are_refused_by_name(store
             space.extract_shards(parts)
         assert refused.value.field == field
     assert space.lookup(keys).pages == 0
+
+
+# Loads
+
+
+def stored(store: KVStore, pages: int, **fields: Any) -> tuple[Any, Any, list[Any], list[Any]]:
+    """A space with pages of all shards; keys, their content for each shard, and empty pools."""
+    space = open_space(store, *HEADS, **fields)
+    keys = new_keys(space, pages)
+    wrote = [content(pages, space.page_bytes[0], seed) for seed in range(3)]
+    for shard in range(3):
+        space.put(keys, wrote[shard], shard)
+    pools = [Pool(4, space.page_bytes[0] // 4, 8) for _ in HEADS]
+    return space, keys, [[bytes(page) for page in one] for one in wrote], pools
+
+
+def restored(space: Any, keys: Any, pools: list[Any], table: Any, **order: str) -> list[Any]:
+    """What each shard's blocks hold of the pages that count."""
+    parts = [(pool.kvpool, shard) for shard, pool in enumerate(pools)]
+    jobs = space.restore_shards(keys, table, parts, **order)
+    pages = min(job.result(TIMEOUT_S).pages for job in jobs)
+    return [[pool.page(np.array([block])) for block in table[:pages]] for pool in pools]
+
+
+@pytest.mark.parametrize("order", ["page", "segment"])
+def test_what_is_loaded_together_is_what_each_shard_has(store, order, wait_until):
+    space, keys, wrote, pools = stored(store, 6)
+    table = np.random.default_rng(3).permutation(8)[:6]
+
+    assert restored(space, keys, pools, table, order=order) == wrote
+    wait_until(lambda: store.stats()["leases"] == 0)  # promotions hold some for a while
+
+
+def test_a_load_of_several_shards_takes_one_exchange(daemon, monkeypatch):
+    exchanges: list[list[str]] = []
+    request_all = Connection.request_all
+
+    def counted(connection: Connection, messages: Any, deadline: float) -> Any:
+        exchanges.append([type(message).__name__ for message in messages])
+        return request_all(connection, messages, deadline)
+
+    def alone(connection: Connection, message: Any, deadline: float) -> Any:
+        raise AssertionError(f"{message} should be asked with the others")
+
+    with daemon.connect() as store:
+        space, keys, wrote, pools = stored(store, 4)
+        monkeypatch.setattr(Connection, "request_all", counted)
+        with monkeypatch.context() as during:
+            during.setattr(Connection, "request", alone)
+            assert restored(space, keys, pools, np.arange(4)) == wrote
+        job, *others = space.restore_shards(
+            keys, np.arange(4), [(pool.kvpool, shard) for shard, pool in enumerate(pools)]
+        )
+        assert not others
+        result = job.result(TIMEOUT_S)
+        assert (result.pages, result.size_bytes) == (4, 4 * sum(space.page_bytes))
+        assert store.stats()["leases"] == 0
+
+    assert exchanges == [["Acquire"] * 3] * 2
+
+
+def test_a_load_of_more_than_a_message_may_pin_is_loaded_in_parts(daemon, monkeypatch):
+    with daemon.connect() as store:
+        space, keys, wrote, pools = stored(store, 7)
+        monkeypatch.setattr("kvstore.client.space.BATCH_BYTES", 2 * sum(space.page_bytes) + 1)
+        leased: list[int] = []
+        monkeypatch.setattr(
+            Connection, "request_all",
+            lambda connection, messages, deadline, real=Connection.request_all: (
+                leased.append(sum(len(message.keys) for message in messages) // 32)
+                or real(connection, messages, deadline)
+            ),
+        )  # fmt: skip
+        assert restored(space, keys, pools, np.arange(7)) == wrote
+        assert leased == [6, 6, 6, 3]
+
+
+@pytest.mark.parametrize("missing", [0, 1, 2])
+def test_a_load_ends_where_one_shard_ends(store, missing, wait_until):
+    space = open_space(store, *HEADS)
+    keys = new_keys(space, 5)
+    wrote = [content(5, space.page_bytes[0], seed) for seed in range(3)]
+    for shard in range(3):
+        count = 2 if shard == missing else 5
+        space.put(keys[:count], wrote[shard][:count], shard)
+    pools = [Pool(4, space.page_bytes[0] // 4, 8) for _ in HEADS]
+
+    found = restored(space, keys, pools, np.arange(5))
+    assert found == [[bytes(page) for page in one[:2]] for one in wrote]
+    wait_until(lambda: store.stats()["leases"] == 0)  # promotions hold some for a while
+
+
+def test_a_damaged_page_of_one_shard_ends_the_load_there_and_is_gone(daemon):
+    with daemon.connect() as store:
+        space, keys, wrote, pools = stored(store, 4)
+        host_byte(store, space, keys, 1).value ^= 1  # of shard 0
+
+        assert restored(space, keys, pools, np.arange(4)) == [one[:1] for one in wrote]
+        assert store.troubles == {"corrupt": 1}
+        assert space.lookup(keys).pages == 1
+
+
+def test_pages_that_are_read_once_stay_until_all_shards_have_them(daemon, monkeypatch):
+    with daemon.connect() as store:
+        space = open_space(store, *HEADS)
+        keys = new_keys(space, 2)
+        for shard in range(3):
+            space.put(keys, content(2, space.page_bytes[0], shard), shard, read_once=True)
+        pools = [Pool(4, space.page_bytes[0] // 4, 8) for _ in HEADS]
+        copy, copied = ShardLoader._copy, []
+
+        def fails(self: Any, *arguments: Any) -> int:
+            copied.append(arguments)
+            if len(copied) == 2:
+                raise TransferTimeout("for once")
+            return copy(self, *arguments)
+
+        monkeypatch.setattr(ShardLoader, "_copy", fails)
+        assert restored(space, keys, pools, np.arange(2)) == [[], [], []]
+        assert space.lookup(keys).pages == 2
+        assert [len(one) for one in restored(space, keys, pools, np.arange(2))] == [2, 2, 2]
+        assert space.lookup(keys).pages == 0
+
+
+def test_pages_on_disk_are_brought_to_memory_for_all_shards(tmp_path):
+    def opened() -> KVStore:
+        return KVStore.open(
+            4 << 20, extent_bytes=1 << 20, ssd_directories=[tmp_path],
+            ssd_capacity_bytes=64 << 20, sync="always",
+        )  # fmt: skip
+
+    with opened() as store:
+        space, keys, wrote, pools = stored(store, 6, model="on disk")
+        for shard in range(3):
+            space.persist(keys, shard)
+    with opened() as store:
+        space = open_space(store, *HEADS, model="on disk")
+        assert space.lookup(keys).tiers == {"host": 0, "ssd": 6}
+        assert restored(space, keys, pools, np.arange(6)) == wrote
+        assert store._resources.waits > 0
+        assert store.stats()["leases"] == 0
+        assert restored(space, keys, pools, np.arange(6)) == wrote
+
+
+def test_a_load_of_a_node_that_is_away_is_a_miss(own_daemon, wait_until):
+    with own_daemon.connect() as store:
+        space, keys, _, pools = stored(store, 2)
+        own_daemon.process.stop()
+        wait_until(lambda: not store.connected)
+        assert restored(space, keys, pools, np.arange(2)) == [[], [], []]
+        assert store.troubles.total() == 1
+
+
+def test_blocks_that_do_not_fit_start_no_load_of_any_shard(store):
+    space, keys, _, pools = stored(store, 2)
+    parts = [(pool.kvpool, shard) for shard, pool in enumerate(pools)]
+    parts[2] = (Pool(4, space.page_bytes[0] // 4, 1).kvpool, 2)
+    for order in ("page", "segment"):
+        with pytest.raises(InvalidArgument) as refused:
+            space.restore_shards(keys, [0, 1], parts, order)
+        assert refused.value.field == "blocks"
+    assert not any(plane.any() for pool in pools for plane in pool.planes)
+    assert store.stats()["leases"] == 0
 
 
 # The requests

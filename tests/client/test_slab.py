@@ -294,6 +294,8 @@ def test_whatever_threads_do_at_once_no_wrong_byte_is_loaded(mapped):
     from kvstore.tier.slab import DeviceSlab
 
     slab = DeviceSlab("cpu", 1 << 20, mapped=mapped)
+    if not mapped:
+        slab.device = "cpu:0"
     with KVStore.open(CAPACITY_BYTES, extent_bytes=EXTENT_BYTES) as store:
         promotion = store._resources.promotion = Promotion(slab)
         small = ShardSpec(layout=CanonicalLayout(64), layers=(0, 1), heads=(0, 2))

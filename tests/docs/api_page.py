@@ -57,7 +57,7 @@ INSIDE: Final = {
     "KVStore": {"forked"},
     "PageViews": {"forked"},
     "RestoreJob": {"forked", "run"},
-    "Space": {"load_pieces", "numbers", "put_pieces"},
+    "Space": {"batch_pages", "load_pieces", "numbers", "put_pieces"},
     "StoreJob": {"forked", "run"},
 }
 """Methods for our own use."""

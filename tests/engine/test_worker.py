@@ -74,9 +74,9 @@ class Machine(FakeStore):
         memory = GroupMemory(held, PAGE, BLOCK, whole_only)
         self.side = WorkerSide(opening, [memory], lambda: self.now, steps_ahead)
 
-    def restore_to_kvpool(self, *arguments: Any) -> Job:
+    def restore_shards(self, *arguments: Any) -> list[Job]:
         self.jobs.append(Job(self, self.ends_after_s))
-        return self.jobs[-1]
+        return self.jobs[-1:]
 
     def load(
         self, number: int, ends_after_s: float, wait_s: float = 1.0, *, layerwise: bool = False

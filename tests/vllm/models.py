@@ -90,6 +90,20 @@ def make_states(folder: Path) -> None:
     Qwen3NextForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
 
 
+def make_mamba(folder: Path) -> None:
+    """A model of Mamba layers only, which have a state instead of KV."""
+    import torch
+    from transformers import MambaConfig, MambaForCausalLM
+
+    make(folder, SHAPES["tiny"])  # its tokenizer
+    torch.manual_seed(0)
+    config = MambaConfig(
+        vocab_size=512, hidden_size=128, state_size=16, num_hidden_layers=2, bos_token_id=0,
+        eos_token_id=1, dtype="bfloat16",
+    )  # fmt: skip
+    MambaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+
+
 def make_head(folder: Path, method: str) -> None:
     """An EAGLE or EAGLE-3 head for the tiny model: one layer, which sees the next token, too."""
     import torch
@@ -244,7 +258,7 @@ def make_tiny(folder: Path) -> None:
 KINDS = {
     "tiny": make_tiny, "windows": make_windows, "all-windows": make_all_windows,
     "latents": make_latents, "states": make_states, "mimo": make_mimo, "glm": make_glm,
-    "ernie": make_ernie,
+    "ernie": make_ernie, "mamba": make_mamba,
 }  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.utils import get_kv_connector_cac
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from engine_adapters.vllm import facts, plugin, tier
 from kvstore.engine.identity import shard_specs, space_identity
@@ -67,6 +68,10 @@ class Parts:
         config.kv_transfer_config = transfer
         plugin._check_whole(config)
         return {"layout": get_kv_connector_cache_layout(config)}
+
+    def layouts(self) -> Answer:
+        """The layouts of blocks that vLLM has: the order of their dimensions in memory."""
+        return {"orders": {one.name: [*one.value] for one in KVCacheLayout}}
 
 
 def _digest(named: Any) -> str:

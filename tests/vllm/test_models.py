@@ -104,3 +104,24 @@ def test_latents_are_refused_where_vllm_would_ignore_what_was_loaded(
         start(node.address, model=make("latents"), block_size=16)
 
     assert "DeepseekV2ForCausalLM uses MLA" in str(raised.value)
+
+
+def test_latents_are_held_once_for_two_ranks_and_read_by_one(node, start: Start, make: Make):
+    """Ranks have the same latents: a page is one rank's to write, and all read it."""
+    if not torch.cpu._is_amx_tile_supported():
+        pytest.skip("this CPU has no AMX: there the connector refuses MLA")
+    given = {"model": make("latents"), "block_size": 16, "enable_prefix_caching": False}
+    two = start(node.address, hooks=("two ranks",), tensor_parallel_size=2, **given)
+    expected = two.tokens(PROMPTS)
+    two.ask("settle")
+    assert two.tokens(PROMPTS) == expected
+    assert two.metric(HITS) == HIT_TOKENS
+    stored = two.metric("kvstore:stored_pages_total")
+    two.close()
+
+    one = start(node.address, **given)
+    one.generate([{"tokens": tokens, "salt": "not to be found"} for tokens in PROMPTS])
+    one.ask("settle")
+    assert one.metric("kvstore:stored_pages_total") == stored, "no page twice, whatever the ranks"
+    one.tokens(PROMPTS)
+    assert one.metric(HITS) == HIT_TOKENS

@@ -127,3 +127,9 @@ def test_pages_that_are_not_made_of_blocks_and_drafts_with_kv_are_refused_at_sta
     with pytest.raises(EngineError) as raised:
         start(node.address, speculative_config=draft)
     assert "speculative_config: method draft_model: its draft layers have KV" in str(raised.value)
+
+
+def test_a_model_with_other_states_is_refused_at_start_by_its_name(node, start, make):
+    with pytest.raises(EngineError) as raised:
+        start(node.address, model=make("mamba"))
+    assert "model: MambaForCausalLM has layers with a state (Mamba, " in str(raised.value)

@@ -3,6 +3,7 @@
 vLLM is played by classes like its own; ``tests/vllm`` starts it.
 """
 
+import gc
 import sys
 import tomllib
 from importlib import import_module
@@ -128,6 +129,27 @@ def test_two_of_our_connectors_in_one_engine_are_refused_by_name(vllm):
     said = str(raised.value)
     assert said.startswith("kv_connector_extra_config: connectors: 2 are KVStoreConnector")
     assert whole(config("MultiConnector", connectors=ours[:1]), llama).checked
+
+
+def test_without_the_plugin_a_second_connector_of_an_engine_is_refused_when_it_is_made():
+    """vLLM's ``MultiConnector`` makes them one after the other, in each process for each role."""
+
+    class Connector:
+        pass
+
+    live, cache, other = plugin.LiveConnectors(), ["an engine's"], ["another's"]
+    scheduler, worker, third = Connector(), Connector(), Connector()
+    live.join(scheduler, "scheduler", cache)
+    live.join(worker, "worker", cache)
+    with pytest.raises(ConfigError, match=r"connectors: 2 are KVStoreConnector.*; leave one"):
+        live.join(third, "worker", cache)
+    live.join(third, "worker", other)
+
+    live.leave(worker)
+    live.join(worker, "worker", cache)
+    del scheduler
+    gc.collect()
+    live.join(Connector(), "scheduler", cache)
 
 
 def test_a_model_that_cannot_be_stored_is_refused_before_it_is_loaded(vllm):

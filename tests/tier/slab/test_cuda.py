@@ -55,18 +55,18 @@ def test_pages_reach_a_pool_on_the_device_and_come_from_the_slab_the_second_time
 
 
 def test_pages_pass_through_pinned_memory_of_our_own_however_many_there_are(monkeypatch):
-    from kvstore.tier import staging
+    from kvstore.tier import lane
 
     with open_store() as store:
         space = open_space(store, SHARD)
-        monkeypatch.setattr(staging, "HALF_BYTES", 3 * space.page_bytes[0])
+        monkeypatch.setattr(lane, "SLICE_BYTES", 3 * space.page_bytes[0])
         keys, pages = new_keys(space, PAGES), content(PAGES, space.page_bytes[0])
         space.put(keys, pages)
         memory, pool = device_pool(space.page_bytes[0] // 8, 0)
         assert space.restore_to_kvpool(keys, pool, np.arange(PAGES)).result().pages == PAGES
-        way_in = store._resources.promotion.slab._way_in
-        assert way_in._memory.is_pinned()
-        assert len(way_in._memory) == 6 * space.page_bytes[0]
+        ring = store._resources.promotion.slab._way_in._ring
+        assert ring.is_pinned()
+        assert len(ring) == lane.SLICES * 3 * space.page_bytes[0]
         found = memory.cpu().numpy()
         assert all(found[:, at].tobytes() == bytes(pages[at]) for at in range(PAGES))
 

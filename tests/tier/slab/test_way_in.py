@@ -11,7 +11,9 @@ from kvstore import mover
 from kvstore.mover.kvpool import KVPool
 from kvstore.protocol.page import CanonicalLayout, ShardSpec, SpaceIdentity, page_keys, page_seeds
 from kvstore.state.table.slab import PageSet
-from kvstore.tier import staging
+from kvstore.tier import lane
+from kvstore.tier.gpu import HostDevice
+from kvstore.tier.lane import DeviceCopy
 from kvstore.tier.slab import DeviceSlab
 from tests.faulted import FaultedMemory
 
@@ -53,8 +55,10 @@ def loaded(slab, keys):
     """What an engine gets of these pages: as many as there are, page by page."""
     planes = np.zeros((4, COUNT, SIZE // 4), dtype=np.uint8)
     block = SIZE // 4
-    pool = KVPool(tuple(plane.ctypes.data for plane in planes), block, block, COUNT)
-    count = slab.load_blocks(PAGES, keys, pool, np.arange(COUNT))
+    addresses = tuple(plane.ctypes.data for plane in planes)
+    pool = KVPool(addresses, block, block, COUNT, 2, "cpu")
+    table, after = np.arange(COUNT).reshape(-1, 1), HostDevice("cpu").current().record()
+    count = slab.load_blocks(PAGES, keys, pool, table, after, DeviceCopy())
     return [planes[:, page].tobytes() for page in range(count)]
 
 
@@ -84,7 +88,7 @@ def test_a_slab_that_was_made_in_inference_mode_is_filled_by_any_thread(keys, co
 def test_pages_up_to_the_first_that_does_not_verify_are_ready(
     slab, keys, content, monkeypatch, at_once, wrong
 ):
-    monkeypatch.setattr(staging, "HALF_BYTES", at_once * SIZE + 1)
+    monkeypatch.setattr(lane, "SLICE_BYTES", at_once * SIZE + 1)
     taken = slab.reserve(PAGES, keys, digests(keys, content))
     content[wrong, 77] ^= 1
 
@@ -103,10 +107,10 @@ def test_a_fill_that_is_cancelled_leaves_nothing(slab, keys, content):
 
 
 def test_larger_pages_get_larger_memory_and_closing_gives_it_back(slab, keys, content, monkeypatch):
-    monkeypatch.setattr(staging, "HALF_BYTES", SIZE // 2)
+    monkeypatch.setattr(lane, "SLICE_BYTES", SIZE // 2)
     slab.fill(slab.reserve(PAGES, keys, digests(keys, content)), keys,
               addresses_from(content.ctypes.data))  # fmt: skip
 
-    assert len(slab._way_in._memory) == 2 * SIZE
+    assert len(slab._way_in._ring) == lane.SLICES * SIZE
     slab.close()
-    assert not len(slab._way_in._memory)
+    assert slab._way_in._ring is None
