@@ -172,8 +172,9 @@ class DiskLimits:
 
     def applied(self) -> None:
         """The chosen pages have been removed."""
-        self._going.clear()
-        self._going_bytes.clear()
+        if self._going_bytes:  # it is asked after each write that has ended
+            self._going.clear()
+            self._going_bytes.clear()
 
     def writing_bytes(self, space: PrefixTree) -> int:
         """Bytes of a space that are being written."""
