@@ -26,6 +26,8 @@ from kvstore.state.tree.prefix_tree import PrefixTree
 WALK_MAX: Final = 1024
 """Maximum descendants that are counted to decide whether a page may be removed; one with more is
 kept."""
+FREED_TURN = 1024
+"""Leaves that one turn lets go of when a quota has ended: of a million, all took 20 ms and more."""
 _NOBODY: Final = ChosenLeaves()
 
 
@@ -79,6 +81,8 @@ class DiskLimits:
         self._log = log
         #: Space number → leaves, for spaces with a quota.
         self._leaves: dict[int, Leaves] = {}
+        #: Those of quotas that have ended, until they are freed.
+        self._ended: list[Leaves] = []
         self._queue = queue
         #: Leaves that were chosen to leave the disk, until the page table has applied that; and
         #: what they take there, by number of their space.
@@ -95,9 +99,16 @@ class DiskLimits:
         """
         self.quotas.set(space, quota_bytes, reserved_bytes, reservable_bytes)
         if not quota_bytes:
-            self._leaves.pop(space.number, None)
+            if (ended := self._leaves.pop(space.number, None)) is not None:
+                self._ended.append(ended)
         elif space.number not in self._leaves:
             self._leaves[space.number] = Leaves()
+
+    def free_some(self) -> bool:
+        """Let go of some leaves of quotas that have ended; whether there are more."""
+        if self._ended and not self._ended[-1].free(FREED_TURN):
+            self._ended.pop()
+        return bool(self._ended)
 
     def all_offered(self, space: PrefixTree) -> None:
         """Every node of a space with a new quota has been queued."""

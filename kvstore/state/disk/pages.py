@@ -455,6 +455,7 @@ class DiskPages:
         if self._reclaimer.choosing:
             self._reclaimer.advance_reclaim(self._memory.moment.tick)
         self.unfinished |= bool(self._syncs.ended) or self._reclaimer.choosing
+        self.unfinished |= self.limits.free_some()
 
     def advance(self, now_ns: int) -> None:
         """Advance the clock to ``now_ns``; :meth:`go_on` then syncs and writes what is due."""
