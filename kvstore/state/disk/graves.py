@@ -10,6 +10,7 @@ share the next one.
 
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Final
 
 from kvstore.protocol.errors import CapacityError, KVStoreError
@@ -128,13 +129,14 @@ class Graves:
         for pair, grave in list(self._gathering.items()):
             if pair in self._writing:
                 continue
-            keys = list(grave.keys)[:RECORD_KEYS_MAX]
+            keys = list(islice(grave.keys, RECORD_KEYS_MAX))
             place = self._log.place_tombstone(grave.space, grave.shard, len(keys))
             if place is None:
                 return  # room is being made; it is asked for again when a job has ended
-            del self._gathering[pair]
             if len(keys) < len(grave.keys):
-                self._split(pair, grave, keys)
+                grave = _leading(grave, keys)
+            else:
+                del self._gathering[pair]
             assert 0 < len(grave.keys) <= RECORD_KEYS_MAX
             self._writing[pair] = grave
             of = grave.space.shards[grave.shard].spec
@@ -195,16 +197,6 @@ class Graves:
                 return True
         return False
 
-    def _split(self, pair: _Pair, grave: _Grave, keys: list[bytes]) -> None:
-        """Leave the keys beyond one tombstone to the next one; waiters wait for both."""
-        assert pair not in self._gathering, "the keys there would be forgotten"
-        rest = dict.fromkeys(list(grave.keys)[len(keys) :])
-        assert rest
-        self._gathering[pair] = _Grave(grave.space, grave.shard, rest, list(grave.waiters))
-        grave.keys = dict.fromkeys(keys)
-        for durable in grave.waiters:
-            durable.outstanding += 1
-
     def _try_again(self, pair: _Pair, grave: _Grave) -> None:
         """Return the keys of a failed tombstone to the waiting ones."""
         assert pair not in self._writing
@@ -219,3 +211,20 @@ class Graves:
                 else:
                     grave.waiters.append(durable)
         self._gathering[pair] = grave
+
+
+def _leading(grave: _Grave, keys: list[bytes]) -> _Grave:
+    """Take the first ``keys`` out of a grave, for a tombstone; waiters wait for both.
+
+    The others, of which there may be many, stay where they are.
+    """
+    first = _Grave(
+        grave.space, grave.shard, dict.fromkeys(keys), list(grave.waiters), grave.attempts
+    )
+    grave.attempts = 0
+    for key in keys:
+        del grave.keys[key]
+    assert grave.keys
+    for durable in grave.waiters:
+        durable.outstanding += 1
+    return first

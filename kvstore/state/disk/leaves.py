@@ -38,6 +38,13 @@ class Leaves:
         self.queued.remove(node)
         return node, node.access != access
 
+    def free(self, most: int) -> bool:
+        """Let go of up to ``most`` nodes: the quota has ended; whether there are more."""
+        self._heap.discard(most)
+        for _ in range(min(most, len(self.queued))):
+            self.queued.pop()
+        return bool(self._heap or self.queued)
+
 
 class ChosenLeaves:
     """Nodes that were chosen to leave the disk, and that count as gone for whoever chooses next."""

@@ -9,14 +9,14 @@ A reclaim carries over pinned pages, and pages that the space needs to stay at i
 """
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Generator, Iterator
 from typing import Final
 
 from kvstore.state.choice.quotas import SHRINK_MAX, Quotas
 from kvstore.state.disk.jobs import LeftDisk, PageMemory
 from kvstore.state.disk.leaves import ChosenLeaves, Leaves
 from kvstore.state.disk.log import Segment, SegmentLog
-from kvstore.state.disk.plans import parts_of
+from kvstore.state.disk.plans import STEP_PARTS, Part, parts_of
 from kvstore.state.disk.queue import DiskQueue
 from kvstore.state.disk.underway import WritesUnderWay
 from kvstore.state.tree.columns import last_slot
@@ -26,6 +26,8 @@ from kvstore.state.tree.prefix_tree import PrefixTree
 WALK_MAX: Final = 1024
 """Maximum descendants that are counted to decide whether a page may be removed; one with more is
 kept."""
+FREED_TURN = 1024
+"""Leaves that one turn lets go of when a quota has ended: of a million, all took 20 ms and more."""
 _NOBODY: Final = ChosenLeaves()
 
 
@@ -79,6 +81,8 @@ class DiskLimits:
         self._log = log
         #: Space number → leaves, for spaces with a quota.
         self._leaves: dict[int, Leaves] = {}
+        #: Those of quotas that have ended, until they are freed.
+        self._ended: list[Leaves] = []
         self._queue = queue
         #: Leaves that were chosen to leave the disk, until the page table has applied that; and
         #: what they take there, by number of their space.
@@ -95,9 +99,16 @@ class DiskLimits:
         """
         self.quotas.set(space, quota_bytes, reserved_bytes, reservable_bytes)
         if not quota_bytes:
-            self._leaves.pop(space.number, None)
+            if (ended := self._leaves.pop(space.number, None)) is not None:
+                self._ended.append(ended)
         elif space.number not in self._leaves:
             self._leaves[space.number] = Leaves()
+
+    def free_some(self) -> bool:
+        """Let go of some leaves of quotas that have ended; whether there are more."""
+        if self._ended and not self._ended[-1].free(FREED_TURN):
+            self._ended.pop()
+        return bool(self._ended)
 
     def all_offered(self, space: PrefixTree) -> None:
         """Every node of a space with a new quota has been queued."""
@@ -172,8 +183,9 @@ class DiskLimits:
 
     def applied(self) -> None:
         """The chosen pages have been removed."""
-        self._going.clear()
-        self._going_bytes.clear()
+        if self._going_bytes:  # it is asked after each write that has ended
+            self._going.clear()
+            self._going_bytes.clear()
 
     def writing_bytes(self, space: PrefixTree) -> int:
         """Bytes of a space that are being written."""
@@ -271,27 +283,43 @@ class DiskLimits:
 
     # ---- reservations and pins --------------------------------------------------------------
 
-    def kept(self, segment: Segment) -> set[tuple[PrefixNode, int]]:
-        """The pages of a segment that must not be removed with it, closed towards parents."""
-        kept: set[tuple[PrefixNode, int]] = set()
-        reserved: dict[int, list[tuple[PrefixNode, int]]] = {
+    def kept(self, segment: Segment) -> Generator[None, None, dict[int, int]]:
+        """The records of a segment that must not be removed with it, closed towards parents.
+
+        It is looked at in steps, as :mod:`kvstore.state.disk.plans` says. Returns the size of each
+        record, by its offset.
+        """
+        kept: dict[int, int] = {}
+        reserved: dict[int, list[Part]] = {
             one.space.number: [] for one in self.quotas.all() if one.reserved_bytes
         }
-        for node, _, part, _ in list(parts_of(segment.pages)):
-            if part.space.number not in reserved:
-                if is_pinned(node, part.shard):
-                    kept.add((node, part.shard))
-                continue
+        for looked, (node, _, part, _) in enumerate(parts_of(segment.pages), start=1):
+            if part.space.number in reserved:
+                reserved[part.space.number].append(part)
+            elif is_pinned(node, part.shard):
+                end = part.offset + part.pages * part.each
+                kept.update(dict.fromkeys(range(part.offset, end, part.each), part.each))
+            if not looked % STEP_PARTS:
+                yield
+        for parts in reserved.values():
+            kept.update(self._reserved(segment, parts))
+        return kept
+
+    def _reserved(self, segment: Segment, parts: list[Part]) -> Iterator[tuple[int, int]]:
+        """Offset and size of the records that a space with a reservation must keep of these."""
+        pages: list[tuple[PrefixNode, int]] = []
+        for part in parts:
             for number in range(part.pages):
+                offset = part.offset + number * part.each
+                if segment.pages.key_at(offset) is None:
+                    continue  # it has left since it was found
                 page = part.space.nodes[part.key(number)], part.shard
                 if is_pinned(*page):
-                    kept.add(page)
+                    yield offset, part.each
                 else:
-                    reserved[part.space.number].append(page)
-        for pages in reserved.values():
-            if pages:
-                kept |= self._beyond_excess(pages)
-        return kept
+                    pages.append(page)
+        for node, shard in self._beyond_excess(pages) if pages else ():
+            yield node.place(shard).offset, node.space.shards[shard].record_bytes
 
     def _beyond_excess(self, pages: list[tuple[PrefixNode, int]]) -> set[tuple[PrefixNode, int]]:
         """The pages of a space that cannot be removed without violating its reservation."""

@@ -6,6 +6,7 @@ were; and when no reader is left, the file is deleted and the room is free.
 """
 
 from collections import Counter
+from collections.abc import Iterator
 from enum import Enum
 from typing import Final, NamedTuple
 
@@ -23,7 +24,7 @@ from kvstore.state.disk.jobs import (
 )
 from kvstore.state.disk.limits import DiskLimits, is_pinned
 from kvstore.state.disk.log import Segment, SegmentLog, SegmentState
-from kvstore.state.disk.plans import Part, Reclaim
+from kvstore.state.disk.plans import STEP_PARTS, Part, Reclaim
 from kvstore.state.disk.queue import DiskQueue
 from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.places import footer_bytes
@@ -39,12 +40,14 @@ class _Drain(Enum):
     DELETING = 4
 
 
-DROPS_MAX = 250
-"""Maximum pages removed at once: some milliseconds. If a segment has more, some are removed each
+DROPS_MAX = 64
+"""Maximum pages removed at once: a millisecond or two. If a segment has more, some are removed each
 tick."""
 DROPS_A_JOB = 8
-"""Pages that are removed with each job that starts or ends, so that reclaiming keeps up with
-writes."""
+"""Pages that are removed with each job that starts or ends, and as many as a job writes, if these
+are more: so reclaiming keeps up with writes."""
+COPIES_MAX = 32
+"""Maximum pages that are being carried over; the next one begins when one of them has ended."""
 GAIN_MIN: Final = 1 / 8
 """A segment is not reclaimed if less than this part of it, or less than a page, would be freed: it
 would only be copied again and again."""
@@ -77,7 +80,7 @@ class SegmentReclaimer:
     :meth:`resume` is called when they have been applied.
 
     Attributes:
-        choosing: a segment was not worth reclaiming; :meth:`advance_reclaim` looks at the next one.
+        choosing: :meth:`advance_reclaim` goes on to look at a segment, or looks at the next one.
     """
 
     def __init__(
@@ -93,6 +96,8 @@ class SegmentReclaimer:
         self._now_ns = self._rests_until_ns = 0
         self._victim: Segment | None = None
         self.choosing = False
+        #: Looks at a segment in steps, if one is being looked at.
+        self._look: Iterator[None] | None = None
         #: Segments that are not worth reclaiming → what they were when that was found.
         self._barren: dict[int, _Barren] = {}
         #: Segments whose file could not be deleted → when that is tried again.
@@ -120,8 +125,8 @@ class SegmentReclaimer:
             self._drop(self._victim, tick, DROPS_MAX)
         self.advance_reclaim(tick)
 
-    def advance_reclaim(self, tick: int) -> None:
-        """Do what is due now."""
+    def advance_reclaim(self, tick: int, pages: int = 0) -> None:
+        """Do what is due now; ``pages`` were just begun to be written."""
         for segment in self._log.full:
             if not segment.writing and not segment.sealing:
                 segment.sealing = True
@@ -129,7 +134,9 @@ class SegmentReclaimer:
         if self._victim is None:
             self.choosing = self._log.wants_reclaim and self._choose(tick)
         elif self._stage is _Drain.DROPPING:
-            self._drop(self._victim, tick, DROPS_A_JOB)
+            self._drop(self._victim, tick, max(DROPS_A_JOB, pages))
+        elif self._stage is _Drain.COPYING:
+            self._copy_some(self._victim, tick)
         if self._victim is not None and self._now_ns >= self._rests_until_ns:
             self._go_on(self._victim)
 
@@ -141,7 +148,8 @@ class SegmentReclaimer:
             return
         if self._stage is _Drain.DROPPING and not self._plan.drop:
             self._stage = _Drain.COPYING
-            self._copy(victim, sorted(self._plan.carry, key=lambda part: part.depth), tick)
+            self._plan.carry.sort(key=lambda part: part.depth, reverse=True)
+            self._copy_some(victim, tick)
         if self._now_ns >= self._rests_until_ns:
             self._go_on(victim)
 
@@ -205,30 +213,44 @@ class SegmentReclaimer:
         return job == self._sync
 
     def _choose(self, tick: int) -> bool:
-        """Begin to reclaim a segment, if it is worth it; otherwise, whether to look at another."""
+        """Look at the next part of a segment, and begin to reclaim it if all of it is worth it.
+
+        Returns:
+            whether there is more to look at, of this segment or of another one.
+        """
         assert self._victim is None
-        segments = self._log.segments
-        for number, barren in list(self._barren.items()):
-            if number not in segments or len(segments[number].pages) != barren.pages:
-                del self._barren[number]
-        victim = self._log.victim(self._passed_over())
-        if victim is None:
-            return False
-        kept = self._limits.kept(victim)
-        sizes = [node.space.shards[shard].record_bytes for node, shard in kept]
+        if self._queue.turn.left <= 0:
+            return True
+        if self._look is None:
+            segments = self._log.segments
+            for number, barren in list(self._barren.items()):
+                if number not in segments or len(segments[number].pages) != barren.pages:
+                    del self._barren[number]
+            victim = self._log.victim(self._passed_over())
+            if victim is None:
+                return False
+            self._look = self._look_at(victim, tick)
+        for _ in self._look:
+            self._queue.turn.left -= STEP_PARTS
+            return True
+        self._look = None
+        return self._victim is None
+
+    def _look_at(self, victim: Segment, tick: int) -> Iterator[None]:
+        """Find out in steps whether a segment is worth it, and begin to reclaim it if it is."""
+        kept = yield from self._limits.kept(victim)
         room = victim.size_bytes - footer_bytes(victim.records + 1)
-        gain = max([room * GAIN_MIN, *sizes])
+        gain = max([room * GAIN_MIN, *kept.values()])
         awaited = victim.number in self._barren  # by tombstones, or it would not be here again
-        if victim.failed or awaited or sum(sizes) + gain <= room:
+        if victim.failed or awaited or sum(kept.values()) + gain <= room:
+            plan = yield from self._log.plan(victim, tick, self._admission.carry_from, kept)
             self._victim = victim
             self._counts["disk_kept_pages"] += len(kept)
-            plan = self._log.plan(victim, tick, self._admission.carry_from, kept)
             self._begin(victim, plan, tick)
-            return False
+            return
         spaces = {one.space.number: one.space for one in victim.pages.stretches}
         there = [(space, self._limits.there_bytes(space)) for space in spaces.values()]
         self._barren[victim.number] = _Barren(len(victim.pages), there)
-        return True
 
     def _passed_over(self) -> set[int]:
         stuck = {number for number, at_ns in self._stuck.items() if self._now_ns < at_ns}
@@ -244,13 +266,14 @@ class SegmentReclaimer:
 
     def _drop(self, victim: Segment, tick: int, limit: int) -> None:
         """Remove up to ``limit`` pages, last pages first; the others are copied afterwards."""
-        drop, left = self._plan.drop, limit
+        drop, left = self._plan.drop, min(limit, self._queue.turn.left)
         while drop and left > 0:
             part = drop.pop()
             if part.pages > left:
                 drop.append(part.cut(0, part.pages - left))
                 part = part.cut(part.pages - left, part.pages)
             left -= part.pages
+            self._queue.turn.left -= part.pages
             self._give_up(victim, part)
         if not self._losing:
             self.resume(tick)
@@ -282,8 +305,14 @@ class SegmentReclaimer:
         self._losing = True
         self._queue.effects.append(LeftDisk(space, shard, keys, "reclaimed"))
 
-    def _copy(self, victim: Segment, carry: list[Part], tick: int) -> None:
-        for part in carry:
+    def _copy_some(self, victim: Segment, tick: int) -> None:
+        """Begin to carry over the next pages, those with the shortest prefixes first."""
+        carry = self._plan.carry
+        while carry and (most := COPIES_MAX - self._copies) > 0:
+            part = carry.pop()
+            if part.pages > most:
+                carry.append(part.cut(most, part.pages))
+                part = part.cut(0, most)
             for number in range(part.pages):
                 found = self._there(victim, part, number)
                 if found is not None:
@@ -315,7 +344,7 @@ class SegmentReclaimer:
         return node, node.position(key)
 
     def _go_on(self, victim: Segment) -> None:
-        if self._stage is _Drain.COPYING and not self._copies:
+        if self._stage is _Drain.COPYING and not (self._copies or self._plan.carry):
             self._stage = _Drain.SYNCING
             self._sync = self._queue.number()
             self._queue.submit(DiskSync(self._sync))

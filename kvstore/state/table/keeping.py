@@ -15,8 +15,8 @@ from kvstore.state.tree.prefix_tree import PrefixTree
 
 TTL_NS_MAX = 86_400_000_000_000
 """Default maximum time that a conversation is kept after its last request: a day."""
-WRITE_PAGES: Final = 64
-"""Maximum pages of a pin that one step writes to disk."""
+WRITE_PAGES: Final = 32
+"""Maximum pages of a pin that one step writes to disk: each is a node, which is asked thrice."""
 
 
 class Keeping:

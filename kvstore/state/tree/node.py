@@ -469,7 +469,7 @@ class PrefixNode:
         self.space.changes += 1
         self.slot_columns = without(self.slot_columns, shard)
         self.memory &= ~(1 << shard)
-        if self.to_disk:
+        if self.to_disk >> shard & 1:
             self._set_disk(self.on_disk, self.to_disk & ~(1 << shard))
         self.space.host_bytes -= len(slots) * self.space.shards[shard].slot_bytes
         assert self.space.host_bytes >= 0
@@ -537,11 +537,12 @@ class PrefixNode:
         return (self.on_disk | self.to_disk) > 0
 
     def _set_disk(self, on_disk: int, to_disk: int) -> None:
-        change = ((on_disk | to_disk) > 0) - ((self.on_disk | self.to_disk) > 0)
-        self.on_disk, self.to_disk = on_disk, to_disk
-        if change and self.above is not None:
-            self.above.children_on_disk += change
-            assert self.above.children_on_disk >= 0
+        above, was = self.above, self.on_disk | self.to_disk
+        self.on_disk = on_disk
+        self.to_disk = to_disk
+        if above is not None and not (was and on_disk | to_disk):  # nearly always neither is 0
+            above.children_on_disk += (not was) - (not on_disk | to_disk)
+            assert above.children_on_disk >= 0
 
     def _leave(self, shard: int) -> None:
         bit = 1 << shard

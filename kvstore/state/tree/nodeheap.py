@@ -76,6 +76,11 @@ class NodeHeap:
         """Remove and return the smallest entry; the heap is not empty."""
         return heappop(self._smaller())
 
+    def discard(self, most: int) -> None:
+        """Remove up to twice ``most`` entries, any of them: nobody needs the heap any more."""
+        del self._heap[-most:]
+        del self._former[-most:]
+
     def _smaller(self) -> list[Entry]:
         heap, former = self._heap, self._former
         return former if former and (not heap or former[0] < heap[0]) else heap

@@ -1,8 +1,11 @@
 """Goal: for a quota on disk only leaves leave, as few as are enough, and choosing them is cheap."""
 
+from itertools import pairwise
+
 import pytest
 
 from kvstore.protocol.page import CanonicalLayout, PrefixKey, ShardSpec
+from kvstore.state.disk import limits
 from kvstore.state.disk.leaves import Leaves
 from kvstore.state.table.invariants import check
 from kvstore.state.table.tiers import apply_effects
@@ -45,6 +48,30 @@ def test_whether_a_page_is_a_leaf_costs_no_look_at_each_of_its_children(*, in_me
 
     assert below.looks == 0
     assert world.node("a").children_on_disk == 0
+
+
+def test_the_leaves_of_a_quota_that_ends_are_let_go_in_turns(monkeypatch):
+    """Of a million the whole heap would be freed in the turn of one message."""
+    monkeypatch.setattr(limits, "FREED_TURN", 8)
+    world, pages = LimitedWorld("through", extents=20), 40
+    for at in range(pages):
+        world.put(chr(0x4E00 + at))
+    world.limit(world.mine, quota=pages + 1)
+    leaves = world.disk.limits._leaves[world.mine.number]
+    held = [len(leaves._heap)]
+    assert len(leaves.queued) == held[0] == pages
+
+    world.disk.limit(world.mine, 0, 0)
+    held.append(len(leaves._heap))
+    for _ in range(pages):
+        world.disk.go_on()
+        held.append(len(leaves._heap))
+        if not world.table.residents.unfinished:
+            break
+
+    assert held[-1] == len(leaves.queued) == 0
+    assert max(before - after for before, after in pairwise(held)) <= 2 * 8
+    check(world.table)
 
 
 def wide_and_narrow() -> tuple[LimitedWorld, int]:
