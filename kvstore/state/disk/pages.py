@@ -28,6 +28,10 @@ from kvstore.state.disk.durability import are_there, is_in_slot, never_on_disk
 from kvstore.state.disk.graves import Graves
 from kvstore.state.disk.jobs import (
     DURABLES_MAX,
+    EVICT,
+    FULL,
+    WHEN_USED,
+    WRITING,
     CorruptRecord,
     DiskCheck,
     DiskRead,
@@ -159,7 +163,7 @@ class DiskPages:
         """A request loads a run of pages: it uses those before them, too, wherever it has them."""
         mark_before(nodes[0], self._memory.moment.tick)
         node = nodes[-1]
-        if self.rules.write is WritePolicy.SELECTIVE and self.writes.is_dirty(node, shard):
+        if self.rules.write is WHEN_USED and self.writes.is_dirty(node, shard):
             self._backlog.add(node, shard)
             self._pump()
 
@@ -173,7 +177,7 @@ class DiskPages:
         All pages of the node are written, after those before it, which may take several turns. If
         only the first ones are, the node is split, and keeps the others.
         """
-        verdict = Verdict.EVICT
+        verdict: Verdict = EVICT
         if not self.exists:
             return verdict
         refused = node.depth > node.ask_depth > 0
@@ -187,13 +191,13 @@ class DiskPages:
                 self.admission.refuse(going)
                 self._memory.counts["not_admitted_pages"] += going
                 continue
-            if self.rules.write is WritePolicy.SELECTIVE and not node.uses:
+            if self.rules.write is WHEN_USED and not node.uses:
                 continue
             if self.degraded:
                 self._memory.counts["demotions_failed"] += min(pages, node.count)
                 continue
             if self.is_full or self._evicted >= EVICTED_TURN:
-                return Verdict.FULL
+                return FULL
             full, before = self._memory.counts["disk_full_pages"], self.writes.in_flight_bytes
             each = node.space.shards[shard].record_bytes
             room = max(1, (self.rules.in_flight_bytes_max - before) // each)
@@ -202,9 +206,9 @@ class DiskPages:
             begun = (self.writes.in_flight_bytes - before) // each
             self._evicted += max(begun, node.count)
             if self.writes.holds(node, shard) or begun >= most:
-                verdict = Verdict.WRITING  # the pages before it come first, if they are many
+                verdict = WRITING  # the pages before it come first, if they are many
             elif self._memory.counts["disk_full_pages"] > full and self._room_is_made:
-                return Verdict.FULL  # it waits for its place rather than be dropped
+                return FULL  # it waits for its place rather than be dropped
         return verdict
 
     def make_durable(self, nodes: Sequence[PrefixNode], shard: int) -> Durable:
@@ -283,7 +287,7 @@ class DiskPages:
         for space in spaces:
             for number in space.by_creation.numbers(0):
                 for node in space.by_creation.nodes(number):
-                    if self.rules.write is not WritePolicy.SELECTIVE or node.uses:
+                    if self.rules.write is not WHEN_USED or node.uses:
                         for shard in node.slot_columns:
                             if self.writes.is_dirty(node, shard):
                                 self._backlog.add(node, shard)
