@@ -19,7 +19,7 @@ from kvstore.protocol.errors import (
     ProtocolError,
     TransferTimeout,
 )
-from kvstore.protocol.page import ALL_KEYS, DIGEST_BYTES, KEY_BYTES, PrefixKey
+from kvstore.protocol.page import DIGEST_BYTES, KEY_BYTES, PrefixKey
 from kvstore.state.disk.jobs import Durable, SyncPolicy
 from kvstore.state.remote.jobs import Holding
 from kvstore.state.remote.located import LocatedChain, Span
@@ -242,11 +242,9 @@ class Requests:
         count, token_bytes = wire.count_keys(keys), space.token_bytes
         _check_parent(parent)
         if tokens and len(tokens) != count * token_bytes:
-            wanted = count * token_bytes
-            raise InvalidArgument("tokens", f"{len(tokens)} bytes, not {wanted}")
+            raise InvalidArgument("tokens", f"{len(tokens)} bytes, not {count * token_bytes}")
         asked = min(count, PUT_PAGES_MAX)
-        if asked < count:
-            keys, tokens = keys[: asked * KEY_BYTES], tokens[: asked * token_bytes]
+        keys, tokens = keys[: asked * KEY_BYTES], tokens[: asked * token_bytes]
         statuses, put = self._pages.begin_put(
             process, request.put, space, request.shard, keys, PrefixKey(parent), tokens
         )
@@ -414,10 +412,9 @@ def refuse_others(request: wire.Request, peer: Peer) -> None:
         ProtocolError: the peer may not send this request.
     """
     kind = type(request)
-    if not peer.remote:
-        if kind is wire.Bring:
-            raise ProtocolError(f"{kind.__name__} is for other nodes only")
-    elif not isinstance(request, _OF_PEERS):
+    if not peer.remote and kind is wire.Bring:
+        raise ProtocolError(f"{kind.__name__} is for other nodes only")
+    if peer.remote and not isinstance(request, _OF_PEERS):
         raise ProtocolError(f"{kind.__name__} is not for other nodes: they read")
 
 
@@ -455,8 +452,7 @@ def _check_parent(parent: bytes) -> None:
     """
     if len(parent) not in (0, KEY_BYTES):
         raise InvalidArgument("parent", f"{len(parent)} bytes are not a key")
-    if parent == ALL_KEYS:
-        wire.refuse_all_keys("parent", parent)
+    wire.refuse_all_keys("parent", parent)
 
 
 def _known_parent(space: PrefixTree, request: wire.Acquire) -> bytes:

@@ -150,15 +150,9 @@ class LeastRecent:
 
     def _has_grown(self, entry: Entry) -> bool:
         """Whether the rank of a node has grown since its entry was made."""
-        node: PrefixNode = entry[-1]
-        if not is_live(node):
-            return False
-        count, access = self._rank(node)
-        former: int = entry[0]
-        if count != former:
-            return count > former
-        former = entry[1]
-        return access > former
+        count, access, _, node = entry
+        now, used = self._rank(node)
+        return is_live(node) and (now > count or (now == count and used > access))
 
     def _correct_first(self) -> None:
         """Take first entries out whose nodes come again by themselves; correct others' ranks."""
@@ -514,14 +508,10 @@ def enter(node: PrefixNode, slot_bytes: int) -> bool:
     """Note that the policy of this class holds ``node``; False if it did before."""
     if slot_bytes in node.queued:
         return False
-    node.queued = (*node.queued, slot_bytes) if node.queued else (slot_bytes,)
+    node.queued = (*node.queued, slot_bytes)
     return True
 
 
 def leave(node: PrefixNode, slot_bytes: int) -> None:
     """Note that the policy of this class no longer holds ``node``."""
-    queued = node.queued
-    if len(queued) == 1 and queued[0] == slot_bytes:
-        node.queued = ()
-    elif queued:
-        node.queued = tuple([size for size in queued if size != slot_bytes])
+    node.queued = tuple([size for size in node.queued if size != slot_bytes])

@@ -52,7 +52,6 @@ EVICT: Final = Verdict.EVICT
 WRITING: Final = Verdict.WRITING
 FULL: Final = Verdict.FULL
 NO_SYNC: Final = SyncPolicy.NONE
-WHEN_USED: Final = WritePolicy.SELECTIVE
 """Members of a class are looked up by Python code each time, these are not."""
 
 

@@ -29,9 +29,6 @@ from kvstore.state.disk.graves import Graves
 from kvstore.state.disk.jobs import (
     DURABLES_MAX,
     EVICT,
-    FULL,
-    WHEN_USED,
-    WRITING,
     CorruptRecord,
     DiskCheck,
     DiskRead,
@@ -163,7 +160,7 @@ class DiskPages:
         """A request loads a run of pages: it uses those before them, too, wherever it has them."""
         mark_before(nodes[0], self._memory.moment.tick)
         node = nodes[-1]
-        if self.rules.write is WHEN_USED and self.writes.is_dirty(node, shard):
+        if self.rules.write is WritePolicy.SELECTIVE and self.writes.is_dirty(node, shard):
             self._backlog.add(node, shard)
             self._pump()
 
@@ -191,13 +188,13 @@ class DiskPages:
                 self.admission.refuse(going)
                 self._memory.counts["not_admitted_pages"] += going
                 continue
-            if self.rules.write is WHEN_USED and not node.uses:
+            if self.rules.write is WritePolicy.SELECTIVE and not node.uses:
                 continue
             if self.degraded:
                 self._memory.counts["demotions_failed"] += min(pages, node.count)
                 continue
             if self.is_full or self._evicted >= EVICTED_TURN:
-                return FULL
+                return Verdict.FULL
             full, before = self._memory.counts["disk_full_pages"], self.writes.in_flight_bytes
             each = node.space.shards[shard].record_bytes
             room = max(1, (self.rules.in_flight_bytes_max - before) // each)
@@ -206,9 +203,9 @@ class DiskPages:
             begun = (self.writes.in_flight_bytes - before) // each
             self._evicted += max(begun, node.count)
             if self.writes.holds(node, shard) or begun >= most:
-                verdict = WRITING  # the pages before it come first, if they are many
+                verdict = Verdict.WRITING  # the pages before it come first, if they are many
             elif self._memory.counts["disk_full_pages"] > full and self._room_is_made:
-                return FULL  # it waits for its place rather than be dropped
+                return Verdict.FULL  # it waits for its place rather than be dropped
         return verdict
 
     def make_durable(self, nodes: Sequence[PrefixNode], shard: int) -> Durable:
@@ -233,9 +230,8 @@ class DiskPages:
         departs = any(at.space.departs(at) >> shard & 1 for at in nodes[-1:])
         if departs or (new and (self.degraded or not self.log.has_room(new[0].space, shard))):
             raise CapacityError(_FULL)  # in vain, and said before anything is touched
-        durable = Durable(
-            [(node.space, shard, node.keys, node.digest_columns[shard]) for node in nodes]
-        )
+        records = [(node.space, shard, node.keys, node.digest_columns[shard]) for node in nodes]
+        durable = Durable(records)
         self._durables.add(durable)
         for node in nodes:
             if node.memory >> shard & 1:
@@ -287,7 +283,7 @@ class DiskPages:
         for space in spaces:
             for number in space.by_creation.numbers(0):
                 for node in space.by_creation.nodes(number):
-                    if self.rules.write is not WHEN_USED or node.uses:
+                    if self.rules.write is not WritePolicy.SELECTIVE or node.uses:
                         for shard in node.slot_columns:
                             if self.writes.is_dirty(node, shard):
                                 self._backlog.add(node, shard)

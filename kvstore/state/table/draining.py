@@ -148,8 +148,6 @@ class Draining:
     ) -> int | None:
         """The extent that :meth:`begin` would choose; None = there is none."""
         tenant = space.identity.tenant
-        if not self._slots.has_classes:
-            return None
         if own is None:
             return self._slots.colder_extent(tenant, slot_bytes, self.tick)
         since = self._since_ns.items()

@@ -445,9 +445,8 @@ class PageTable:
             refusal = NO_ROOM
         granted = keys[: len(slots)]
         if slots:
-            granted_tokens = tokens[: len(tokens) // len(keys) * len(slots)] if tokens else tokens
-            unknown, begun_tokens = new.unknown, granted_tokens
-            begin_pages(space, shard, granted, slots, parent, begun_tokens, head, unknown=unknown)
+            own = tokens[: len(tokens) // len(keys) * len(slots)] if tokens else tokens
+            begin_pages(space, shard, granted, slots, parent, own, head, unknown=new.unknown)
             self.residents.owners.add(slots, granted, space)
         else:
             self.residents.tidy(head)

@@ -15,7 +15,7 @@ from kvstore.state.tree import node as nodes
 from kvstore.state.tree.actions import NO_PARENT, NO_ROOM, PageStatus, Stored
 from kvstore.state.tree.columns import pack_slots
 from kvstore.state.tree.match import by_window
-from kvstore.state.tree.node import PrefixNode, Retention
+from kvstore.state.tree.node import PrefixNode, Retention, is_live
 from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.sessions import Lease, Put
 from kvstore.state.tree.slots import INDEX_BITS, INDEX_MASK, Slot, SlotTable
@@ -271,8 +271,9 @@ def begin_pages(
     """
     at, packed, each = 0, b"" if unknown else b"".join(keys), len(tokens) // len(keys)
     above = head
-    if above is None or above is space.root:
+    if above is None or above is space.root or not is_live(above):
         above = (space.end(parent) or space.add(parent, space.root)) if parent else space.root
+    assert not parent or above.keys.endswith(parent), above
     while at < len(keys):
         node = None if unknown else space.index.get(keys[at])
         if node is None:

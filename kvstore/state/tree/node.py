@@ -198,11 +198,9 @@ class PrefixNode:
 
     def position(self, key: PrefixKey) -> int:
         """The position of the page with this key; one has it."""
-        if self.keys.endswith(key):  # the last page is asked for most
-            return self.count - 1
-        if self.keys.startswith(key):
+        if self.count == 1 or self.keys.startswith(key):
             return 0
-        at = self.keys.rfind(key)
+        at = self.keys.rfind(key)  # from the end: the last page is asked for most
         while at % KEY_BYTES:
             at = self.keys.rfind(key, 0, at + KEY_BYTES - 1)
         return at // KEY_BYTES

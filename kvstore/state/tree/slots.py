@@ -414,11 +414,6 @@ class SlotTable:
         """Bytes of all extents in use."""
         return len(self.extents) * self.extent_bytes
 
-    @property
-    def has_classes(self) -> bool:
-        """Whether slots of more than one class were ever allocated."""
-        return len(self._open) > 1
-
     def colder_extent(
         self, domain: str, slot_bytes: int, tick: int, staying: Set[int] = frozenset()
     ) -> int | None:
@@ -426,7 +421,7 @@ class SlotTable:
 
         Extents in ``staying``, and those already being drained, are excluded.
         """
-        if not self.has_classes:
+        if len(self._open) < 2:
             return None
         return self._coldest.find(self.extents, (domain, slot_bytes), tick, staying)
 
@@ -564,7 +559,7 @@ class SlotTable:
 
     def _others(self, domain: str, slot_bytes: int) -> int | None:
         """An empty extent of another class, or one that was drained; None if there is none."""
-        if not self.has_classes:
+        if len(self._open) < 2:
             return None  # what is empty belongs to this class, or to none
         self._empty = {at for at in self._empty if is_empty(self.extents[at])}
         return empty_of_others(self.extents, self._empty, (domain, slot_bytes))
