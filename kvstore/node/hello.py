@@ -1,6 +1,5 @@
 """The first message of a connection: who it is, its session, and the name of its engine. Pure."""
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Final
 
@@ -51,7 +50,7 @@ def session_of(
 
 
 def free_label(
-    label: EngineLabel | None, sessions: Iterable[Session], counts: Counter[str]
+    label: EngineLabel | None, sessions: Iterable[Session], counts: dict[str, int]
 ) -> EngineLabel | None:
     """The label of an engine that says Hello; None if another live engine has its name.
 

@@ -27,7 +27,7 @@ from kvstore.state.remote.pages import RemotePages
 from kvstore.state.table.ahead import PageAhead
 from kvstore.state.table.pages import PageTable
 from kvstore.state.table.runs import follows, leading_ready, ready_pages
-from kvstore.state.tree.actions import PageStatus
+from kvstore.state.tree.actions import NO_PARENT, NO_ROOM
 from kvstore.state.tree.match import awaited_key
 from kvstore.state.tree.node import ORDINARY, Retention
 from kvstore.state.tree.prefix_tree import PrefixTree
@@ -238,28 +238,27 @@ class Requests:
     def begin_put(self, process: Process, request: wire.BeginPut) -> Outcome:
         """Grant slots for missing pages."""
         space = self.space(process, request.space, [request.shard])
-        count = wire.count_keys(request.keys)
-        _check_parent(request.parent)
-        token_bytes = space.token_bytes
-        if request.tokens and len(request.tokens) != count * token_bytes:
-            wanted = count * token_bytes
-            raise InvalidArgument("tokens", f"{len(request.tokens)} bytes, not {wanted}")
+        keys, parent, tokens = request.keys, request.parent, request.tokens
+        count, token_bytes = wire.count_keys(keys), space.token_bytes
+        _check_parent(parent)
+        if tokens and len(tokens) != count * token_bytes:
+            raise InvalidArgument("tokens", f"{len(tokens)} bytes, not {count * token_bytes}")
         asked = min(count, PUT_PAGES_MAX)
+        keys, tokens = keys[: asked * KEY_BYTES], tokens[: asked * token_bytes]
         statuses, put = self._pages.begin_put(
-            process, request.put, space, request.shard, request.keys[: asked * KEY_BYTES],
-            PrefixKey(request.parent), request.tokens[: asked * token_bytes],
-        )  # fmt: skip
+            process, request.put, space, request.shard, keys, PrefixKey(parent), tokens
+        )
         assert len(statuses) == asked
         draining, last = self._pages.draining, statuses[-1]
-        busy = last is PageStatus.NO_ROOM and (draining.now is not None or self._pages.disk.busy)
+        busy = last is NO_ROOM and (draining.now is not None or self._pages.disk.busy)
         if asked < count:
-            ended = last in (PageStatus.NO_ROOM, PageStatus.NO_PARENT)
-            statuses += [last if ended else PageStatus.NO_ROOM] * (count - asked)
+            ended = last in (NO_ROOM, NO_PARENT)
+            statuses += [last if ended else NO_ROOM] * (count - asked)
             busy = busy or not ended
         answer = wire.PutGranted(request.id, bytes(statuses), self._addresses(put), busy)
         self.begun.append((space.number, put.keys[:]))
-        if request.follows and statuses[0] is PageStatus.NO_PARENT:
-            return answer, (space.number, PrefixKey(request.parent))
+        if statuses[0] is NO_PARENT and request.follows:
+            return answer, (space.number, PrefixKey(parent))
         return answer, ROOM if busy and not put.slots else None
 
     def commit_put(self, process: Process, request: wire.CommitPut, now_ns: int) -> wire.Answer:
@@ -365,7 +364,7 @@ class Requests:
 
     def count_found(self, process: Process, request: Any, answer: wire.Answer) -> None:
         """Count the keys of an answered lookup by where they were found."""
-        if not isinstance(answer, wire.Found):
+        if type(answer) is not wire.Found:  # `isinstance` asks the class of messages
             return
         pages, asked = self._pages, len(request.keys) // KEY_BYTES
         pages.counts["lookup_pages"] += asked
@@ -381,8 +380,9 @@ class Requests:
         if not 1 <= len(shards) <= len(space.shards):
             what = f"{len(shards)} shards; space {number} has {len(space.shards)}"
             raise InvalidArgument("shards", what)
-        if min(shards) < 0 or max(shards) >= len(space.shards):
-            raise InvalidArgument("shards", f"one is not open in space {number}")
+        for shard in shards:
+            if not 0 <= shard < len(space.shards):
+                raise InvalidArgument("shards", f"one is not open in space {number}")
         return space
 
     def _lease(
@@ -411,11 +411,11 @@ def refuse_others(request: wire.Request, peer: Peer) -> None:
     Raises:
         ProtocolError: the peer may not send this request.
     """
-    name = type(request).__name__
+    kind = type(request)
+    if not peer.remote and kind is wire.Bring:
+        raise ProtocolError(f"{kind.__name__} is for other nodes only")
     if peer.remote and not isinstance(request, _OF_PEERS):
-        raise ProtocolError(f"{name} is not for other nodes: they read")
-    if not peer.remote and isinstance(request, wire.Bring):
-        raise ProtocolError(f"{name} is for other nodes only")
+        raise ProtocolError(f"{kind.__name__} is not for other nodes: they read")
 
 
 def acknowledge(request: wire.Persist, durable: Durable) -> wire.Answer:

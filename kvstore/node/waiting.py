@@ -31,7 +31,7 @@ SESSION_WAITING_BYTES_ALWAYS: Final = 256 << 10
 connections."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, init=False, eq=False)
 class Waiter:
     """One waiting request.
 
@@ -51,7 +51,21 @@ class Waiter:
     since_ns: int
     deadline_ns: int
     awaited: Hashable
-    ready: bool = False
+    ready: bool
+
+    # Written out for the compiler: what `dataclass` makes stays interpreted.
+    def __init__(
+        self, connection: int, session: bytes, request: Any, size_bytes: int, since_ns: int,
+        deadline_ns: int, awaited: Hashable,
+    ) -> None:  # fmt: skip
+        self.connection = connection
+        self.session = session
+        self.request = request
+        self.size_bytes = size_bytes
+        self.since_ns = since_ns
+        self.deadline_ns = deadline_ns
+        self.awaited = awaited
+        self.ready = False
 
 
 class WaitingRoom:
@@ -72,7 +86,8 @@ class WaitingRoom:
 
     def admits(self, session: bytes, size_bytes: int) -> bool:
         """Whether a session may have one more waiting request of this size."""
-        count, size = self._counts[session] + 1, self._sizes[session] + size_bytes
+        count = self._counts.get(session, 0) + 1
+        size = self._sizes.get(session, 0) + size_bytes
         if count <= SESSION_WAITERS_ALWAYS and size <= SESSION_WAITING_BYTES_ALWAYS:
             return True
         return (
@@ -235,17 +250,19 @@ class PatientRequests:
         self, process: Process, request: Any, now_ns: int, awaited: Hashable, *, waits: bool
     ) -> Outcome:
         """The answer after the awaited event or the deadline; ``waits``: it may wait again."""
-        match request, awaited:
-            case wire.Acquire(), _:
-                return self._requests.acquire_again(process, request, now_ns, awaited, waits=waits)
-            case wire.Lookup(), _:
-                return self._requests.lookup(process, request, awaited)
-            case wire.Bring(), Fetch():
-                return self._copies.bring_again(process, request, awaited, waits=waits)
-            case _, Durable():
-                return acknowledge(request, awaited), None
-            case _, Spreading():
-                return tell_copies(request, awaited), None
-            case _:
-                may_wait = True  # who resumes it looks at its deadline
-                return self.first[type(request)](process, request, now_ns, may_wait)
+        if type(request) is not wire.BeginPut:  # of that nothing else is asked
+            match request, awaited:
+                case wire.Acquire(), _:
+                    return self._requests.acquire_again(
+                        process, request, now_ns, awaited, waits=waits
+                    )
+                case wire.Lookup(), _:
+                    return self._requests.lookup(process, request, awaited)
+                case wire.Bring(), Fetch():
+                    return self._copies.bring_again(process, request, awaited, waits=waits)
+                case _, Durable():
+                    return acknowledge(request, awaited), None
+                case _, Spreading():
+                    return tell_copies(request, awaited), None
+        may_wait = True  # who resumes it looks at its deadline
+        return self.first[type(request)](process, request, now_ns, may_wait)

@@ -44,7 +44,7 @@ class FrameConnections:
     """
 
     def __init__(
-        self, counts: Counter[str], receive: Callable[["FrameConnection", wire.Request], None],
+        self, counts: dict[str, int], receive: Callable[["FrameConnection", wire.Request], None],
         lost: Callable[["FrameConnection"], None],
     ) -> None:  # fmt: skip
         self.open: dict[int, FrameConnection] = {}

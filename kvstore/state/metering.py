@@ -17,6 +17,8 @@ BOUNDS_S: Final[tuple[float, ...]] = (
 )  # fmt: skip
 """Upper bounds of a histogram's buckets; a last one has what took longer."""
 _BOUNDS_NS: Final = tuple(round(bound * 1e9) for bound in BOUNDS_S)
+_FIRST_NS: Final = 50_000
+"""The first of them, below which most durations are."""
 MODELS_MAX: Final = 32
 """Maximum models whose lookups are counted separately."""
 OTHER: Final = "other"
@@ -41,7 +43,7 @@ class Histogram:
 
     def observe(self, took_ns: int) -> None:
         """Count one duration."""
-        self.counts[bisect_left(_BOUNDS_NS, took_ns)] += 1
+        self.counts[bisect_left(_BOUNDS_NS, took_ns) if took_ns > _FIRST_NS else 0] += 1
         self.sum_ns += took_ns
 
     def stats(self) -> Latency:

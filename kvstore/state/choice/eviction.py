@@ -177,12 +177,14 @@ class Eviction:
     def add_candidate(self, node: PrefixNode) -> None:
         """Report that ``node`` may have become evictable."""
         if self.evictable(node):
-            name = self._queue_name(node.space)
+            name, elsewhere = self._queue_name(node.space), self._is_elsewhere(node)
             for slot_bytes in classes(node):
                 if self._next and (rival := self._next.pop((name, slot_bytes), None)) is not None:
                     self.add_candidate(rival)  # the policy says which of them comes first
-                line = self._replica_line if self._is_elsewhere(node) else self._queue
-                line(name, slot_bytes).add_candidate(node, self._tick)
+                if elsewhere:
+                    self._replica_line(name, slot_bytes).add_candidate(node, self._tick)
+                else:
+                    self._queue(name, slot_bytes).add_candidate(node, self._tick)
 
     def offer_all(self, nodes: Iterable[PrefixNode], *, anew: bool = False) -> None:
         """Add several candidates, some of which may be gone; ``anew``: their queue has changed."""
@@ -193,6 +195,8 @@ class Eviction:
 
     def victim(self, space: PrefixTree, slot_bytes: int) -> PrefixNode | None:
         """The leaf to evict for ``space`` and slot size; call :meth:`end_choice` after all."""
+        if not self.quotas.limited:
+            return self._oldest([(space.identity.tenant, slot_bytes)])
         names = [self._queue_name(one) for one in self.quotas.payers(space, slot_bytes)]
         return self._oldest([(name, slot_bytes) for name in (space.identity.tenant, *names)])
 
@@ -231,7 +235,8 @@ class Eviction:
 
     def releasable(self, node: PrefixNode) -> bool:
         """Whether nothing needs the node's pages in memory, regardless of its descendants."""
-        if not node.memory or node.memory & ~node.ready or is_held(node) or not is_live(node):
+        memory = node.memory
+        if not memory or memory & ~node.ready or is_held(node) or not is_live(node):
             return False
         for column in node.slot_columns.values():
             if self._slots.pinned(last_slot(column)):  # of a node all are, or none
@@ -425,7 +430,7 @@ class Eviction:
 
     def _is_elsewhere(self, node: PrefixNode) -> bool:
         """Whether the node is a replica, and its source probably still has it."""
-        return node.replica in self.sources.reachable
+        return node.replica > 0 and node.replica in self.sources.reachable
 
     def _has_grace(self, node: PrefixNode) -> bool:
         young = 0 < self.now_ns - node.stored_ns < GRACE_NS

@@ -24,10 +24,8 @@ _NONE: Final = 0xFFFF_FFFF
 _NAMES_MAX: Final = 255
 _FACTS: Final = struct.Struct("<32sIHIBBIQQQQ")
 """head, space, shard, wanting space, cause, policy, hits, stored, used, left, wanted bytes."""
-_ENTRY: Final = struct.Struct(f"<{KEY_BYTES}s{_FACTS.size}s")
+_ENTRY_BYTES: Final = KEY_BYTES + _FACTS.size
 """A page's key, and its facts."""
-_ENTRY_BYTES: Final = _ENTRY.size
-_write: Final = _ENTRY.pack_into
 
 
 class Ghost(NamedTuple):
@@ -106,13 +104,14 @@ class Ghosts:
         parts, count, part_bytes = self._parts, len(self._parts), self._part_max * _ENTRY_BYTES
         for key in keys:
             part = parts[(key[0] << 8 | key[1]) % count]
-            if len(part.entries) < part_bytes:
-                part.entries += key
-                part.entries += facts
+            entries = part.entries
+            if len(entries) < part_bytes:
+                entries += key + facts
                 continue
-            at = part.oldest
-            _write(part.entries, at * _ENTRY_BYTES, key, facts)
-            part.oldest = at + 1 if at + 1 < self._part_max else 0
+            oldest = part.oldest
+            at = oldest * _ENTRY_BYTES
+            entries[at : at + _ENTRY_BYTES] = key + facts
+            part.oldest = oldest + 1 if oldest + 1 < self._part_max else 0
             self.forgotten += 1
 
     def find(self, space: PrefixTree, key: PrefixKey) -> Ghost | None:

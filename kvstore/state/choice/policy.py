@@ -151,7 +151,8 @@ class LeastRecent:
     def _has_grown(self, entry: Entry) -> bool:
         """Whether the rank of a node has grown since its entry was made."""
         count, access, _, node = entry
-        return is_live(node) and self._rank(node) > (count, access)
+        now, used = self._rank(node)
+        return is_live(node) and (now > count or (now == count and used > access))
 
     def _correct_first(self) -> None:
         """Take first entries out whose nodes come again by themselves; correct others' ranks."""
@@ -168,7 +169,8 @@ class LeastRecent:
     def _push(self, node: PrefixNode) -> None:
         assert is_live(node), node
         self._sequence += 1
-        self._heap.push((*self._rank(node), self._sequence, node))
+        count, access = self._rank(node)
+        self._heap.push((count, access, self._sequence, node))
 
 
 class LeastFrequent(LeastRecent):
@@ -506,10 +508,10 @@ def enter(node: PrefixNode, slot_bytes: int) -> bool:
     """Note that the policy of this class holds ``node``; False if it did before."""
     if slot_bytes in node.queued:
         return False
-    node.queued += (slot_bytes,)
+    node.queued = (*node.queued, slot_bytes)
     return True
 
 
 def leave(node: PrefixNode, slot_bytes: int) -> None:
     """Note that the policy of this class no longer holds ``node``."""
-    node.queued = tuple(size for size in node.queued if size != slot_bytes)
+    node.queued = tuple([size for size in node.queued if size != slot_bytes])

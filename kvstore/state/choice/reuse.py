@@ -318,9 +318,14 @@ class LearnedReuse:
         left = ADVANCE_MAX
         for age_bin in range(min(self.bin_of(tick) + 1, self.BINS - 1)):
             waiting, older = self._by_age[age_bin], self._by_age[age_bin + 1]
-            limit = tick - self.upper_edge(age_bin)
-            while waiting and waiting[0].since <= limit and left:
-                watched = waiting.popleft()
+            if not waiting:
+                continue
+            limit = tick - _EDGES[age_bin + 1]
+            while left and waiting:
+                watched: Observation = waiting[0]
+                if watched.since > limit:
+                    break
+                waiting.popleft()
                 left -= 1
                 if watched.key is not None:
                     for counts in watched.counts:
@@ -363,7 +368,7 @@ class LearnedReuse:
     @staticmethod
     def upper_edge(age_bin: int) -> int:
         """The age at which a bin ends."""
-        return _edge(age_bin + 1)
+        return _EDGES[age_bin + 1]
 
     def _counts_of(self, kind: Kind) -> tuple[ReuseCounts, ...]:
         """The tables that an observation of this kind enters."""
@@ -451,6 +456,7 @@ def _edge(age_bin: int) -> int:
     return 3 << octave - 1 if age_bin % 2 else 1 << octave
 
 
-_WIDTHS: Final = tuple(
-    max(1, _edge(age_bin + 1) - _edge(age_bin)) for age_bin in range(LearnedReuse.BINS)
-)
+_EDGES: Final[list[int]] = [_edge(age_bin) for age_bin in range(LearnedReuse.BINS + 1)]
+_WIDTHS: Final[list[int]] = [
+    max(1, _EDGES[age_bin + 1] - _EDGES[age_bin]) for age_bin in range(LearnedReuse.BINS)
+]

@@ -3,7 +3,7 @@
 Loads have priority: few records are read at a time, and only one while a request waits for a page.
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
@@ -77,7 +77,7 @@ class DiskChecks:
         runs: runs with waiting pages, now or a moment ago.
     """
 
-    def __init__(self, log: SegmentLog, queue: DiskQueue, counts: Counter[str]) -> None:
+    def __init__(self, log: SegmentLog, queue: DiskQueue, counts: dict[str, int]) -> None:
         self._log = log
         self._queue = queue
         self._counts = counts

@@ -8,7 +8,6 @@ At most one tombstone per (space, shard) is being written at a time; keys that a
 share the next one.
 """
 
-from collections import Counter
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
@@ -62,7 +61,7 @@ class Graves:
 
     def __init__(
         self, log: SegmentLog, queue: DiskQueue,
-        syncs: Syncs, counts: Counter[str],
+        syncs: Syncs, counts: dict[str, int],
     ) -> None:  # fmt: skip
         self.waiting_keys = self.lost_keys = 0
         self._log = log

@@ -3,7 +3,6 @@
 The tier uses the same jobs: only the address of a page in this process is added before.
 """
 
-from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import Final, NamedTuple, Protocol
@@ -47,6 +46,13 @@ class Verdict(Enum):
     """It is being written first; its slot is pinned until then. Or only pages before it are."""
     FULL = 2
     """It should be written, but too many writes are in progress."""
+
+
+EVICT: Final = Verdict.EVICT
+WRITING: Final = Verdict.WRITING
+FULL: Final = Verdict.FULL
+NO_SYNC: Final = SyncPolicy.NONE
+"""Members of a class are looked up by Python code each time, these are not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +120,14 @@ class PageRecord:
         return record_bytes(self.page_bytes)
 
 
-class RecordOf(NamedTuple):
+class RecordOf:
     """The page of a record, for the part that submitted the job."""
 
-    space: PrefixTree
-    shard: int
+    __slots__ = ("shard", "space")
+
+    def __init__(self, space: PrefixTree, shard: int) -> None:
+        self.space = space
+        self.shard = shard
 
 
 def page_record(node: PrefixNode, shard: int, position: int = 0) -> PageRecord:
@@ -434,7 +443,7 @@ class PageMemory(Protocol):
 
     slots: SlotTable
     fetches: Fetches
-    counts: Counter[str]
+    counts: dict[str, int]
     meter: Meter
     moment: Moment
     story: Story
@@ -463,10 +472,13 @@ class CorruptRecord(NamedTuple):
     key: PrefixKey
 
 
-class UnpinSlots(NamedTuple):
+class UnpinSlots:
     """Effect: the disk side no longer needs these slots: unpin them."""
 
-    slots: list[Slot]
+    __slots__ = ("slots",)
+
+    def __init__(self, slots: list[Slot]) -> None:
+        self.slots = slots
 
 
 DiskEffect = PageLoad | TierStored | LeftDisk | CorruptRecord | UnpinSlots

@@ -7,7 +7,7 @@ header and one page; ``docs/internals/ssd-format.md`` describes its bytes.
 from collections.abc import Container, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Final, NamedTuple
+from typing import Final
 
 from kvstore.protocol.page import KEY_BYTES
 from kvstore.state.disk.plans import Reclaim, parts_of, plan
@@ -31,16 +31,19 @@ it."""
 _NOTHING: Final[Mapping[int, int]] = {}
 
 
-class Placed(NamedTuple):
+class Placed:
     """A place for consecutive records.
 
-    Attributes:
+    Args:
         place: of the first record.
         pages: how many of the records fit.
     """
 
-    place: Place
-    pages: int
+    __slots__ = ("pages", "place")
+
+    def __init__(self, place: Place, pages: int) -> None:
+        self.place = place
+        self.pages = pages
 
 
 class SegmentState(Enum):

@@ -28,6 +28,7 @@ from kvstore.state.disk.durability import are_there, is_in_slot, never_on_disk
 from kvstore.state.disk.graves import Graves
 from kvstore.state.disk.jobs import (
     DURABLES_MAX,
+    EVICT,
     CorruptRecord,
     DiskCheck,
     DiskRead,
@@ -171,7 +172,7 @@ class DiskPages:
         All pages of the node are written, after those before it, which may take several turns. If
         only the first ones are, the node is split, and keeps the others.
         """
-        verdict = Verdict.EVICT
+        verdict: Verdict = EVICT
         if not self.exists:
             return verdict
         refused = node.depth > node.ask_depth > 0
@@ -227,9 +228,8 @@ class DiskPages:
         departs = any(at.space.departs(at) >> shard & 1 for at in nodes[-1:])
         if departs or (new and (self.degraded or not self.log.has_room(new[0].space, shard))):
             raise CapacityError(_FULL)  # in vain, and said before anything is touched
-        durable = Durable(
-            [(node.space, shard, node.keys, node.digest_columns[shard]) for node in nodes]
-        )
+        records = [(node.space, shard, node.keys, node.digest_columns[shard]) for node in nodes]
+        durable = Durable(records)
         self._durables.add(durable)
         for node in nodes:
             if node.memory >> shard & 1:

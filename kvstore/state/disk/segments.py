@@ -5,7 +5,6 @@ keeping are copied; when the last copy has ended, a sync makes the copies as saf
 were; and when no reader is left, the file is deleted and the room is free.
 """
 
-from collections import Counter
 from collections.abc import Iterator
 from enum import Enum
 from typing import Final, NamedTuple
@@ -85,7 +84,7 @@ class SegmentReclaimer:
 
     def __init__(
         self, log: SegmentLog, admission: Admission, queue: DiskQueue,
-        limits: DiskLimits, counts: Counter[str], retry_ns: int,
+        limits: DiskLimits, counts: dict[str, int], retry_ns: int,
     ) -> None:  # fmt: skip
         self._log = log
         self._admission = admission

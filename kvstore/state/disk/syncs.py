@@ -9,7 +9,7 @@ from typing import Final
 
 from kvstore.protocol.errors import KVStoreError
 from kvstore.state.disk.durability import pages_of
-from kvstore.state.disk.jobs import DiskRules, DiskSync, Durable, SyncPolicy
+from kvstore.state.disk.jobs import NO_SYNC, DiskRules, DiskSync, Durable, SyncPolicy
 from kvstore.state.disk.queue import DiskQueue
 
 DURABLES_STEP: Final = 8
@@ -68,7 +68,7 @@ class Syncs:
         With the policy ``none``, it ends now.
         """
         assert not durable.outstanding
-        if durable.error is not None or self._rules.sync is SyncPolicy.NONE:
+        if durable.error is not None or self._rules.sync is NO_SYNC:
             self.ended.append(durable)
             return
         self._next.append(durable)
@@ -76,7 +76,7 @@ class Syncs:
 
     def advance(self, now_ns: int) -> None:
         """Start a sync if one is due."""
-        if self._under_way or not self._unsynced or self._rules.sync is SyncPolicy.NONE:
+        if self._under_way or not self._unsynced or self._rules.sync is NO_SYNC:
             return
         if self._rules.sync is SyncPolicy.INTERVAL and now_ns < self._due_ns:
             return
@@ -89,7 +89,7 @@ class Syncs:
     @property
     def idle(self) -> bool:
         """Whether everything written is synced, or never will be."""
-        return self._rules.sync is SyncPolicy.NONE or not (self._unsynced or self._under_way)
+        return self._rules.sync is NO_SYNC or not (self._unsynced or self._under_way)
 
     def hurry(self) -> None:
         """Start the next sync at once."""

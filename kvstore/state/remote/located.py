@@ -9,7 +9,7 @@ Only a fresh answer is used for a new request; a request that has started to fet
 answer with which it started. Queries and answers are bounded; the oldest answers are removed first.
 """
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -132,7 +132,7 @@ class LocatedChains:
         answered: queries that were answered, for requests that wait for them.
     """
 
-    def __init__(self, jobs: list[PeerJob], counts: Counter[str]) -> None:
+    def __init__(self, jobs: list[PeerJob], counts: dict[str, int]) -> None:
         self._jobs = jobs
         self._counts = counts
         self.answered: list[LocatedChain] = []

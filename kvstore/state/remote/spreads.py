@@ -1,6 +1,5 @@
 """Requests for copies on further nodes, until the peer side reports how many have them. Pure."""
 
-from collections import Counter
 from dataclasses import dataclass
 from itertools import count
 
@@ -36,7 +35,7 @@ class Spreads:
         ended: requests that have ended, to be answered.
     """
 
-    def __init__(self, jobs: list[PeerJob], counts: Counter[str]) -> None:
+    def __init__(self, jobs: list[PeerJob], counts: dict[str, int]) -> None:
         self.ended: list[Spreading] = []
         self._jobs = jobs
         self._counts = counts

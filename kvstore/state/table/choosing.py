@@ -6,7 +6,7 @@ where the next choice depends on what becomes of this one; then another is made.
 """
 
 from collections import Counter
-from typing import Final, NamedTuple
+from typing import Final
 
 from kvstore.state.choice.eviction import bytes_of_a_page, classes, slots_of_a_page
 from kvstore.state.table.residents import Residents
@@ -19,32 +19,38 @@ SPILL_WRITES: Final = 64
 """Of those, pages that are asked to be written to disk for one that needs room."""
 
 
-class RoomRequest(NamedTuple):
+class RoomRequest:
     """Room that somebody needs.
 
-    Attributes:
+    Args:
         space: whose pages come.
         slot_bytes: the class of their slots.
         slots: how many more.
         head: the page that they continue; what is before it gives room when nothing else does.
     """
 
-    space: PrefixTree
-    slot_bytes: int
-    slots: int
-    head: PrefixNode
+    __slots__ = ("head", "slot_bytes", "slots", "space")
+
+    def __init__(self, space: PrefixTree, slot_bytes: int, slots: int, head: PrefixNode) -> None:
+        self.space = space
+        self.slot_bytes = slot_bytes
+        self.slots = slots
+        self.head = head
 
 
-class Leaving(NamedTuple):
+class Leaving:
     """A part of a plan.
 
-    Attributes:
+    Args:
         node: what leaves memory.
         pages: that many of its last pages; of a run that is written first, its first ones.
     """
 
-    node: PrefixNode
-    pages: int
+    __slots__ = ("node", "pages")
+
+    def __init__(self, node: PrefixNode, pages: int) -> None:
+        self.node = node
+        self.pages = pages
 
 
 class RoomPlan:

@@ -30,7 +30,7 @@ from kvstore.state.table.runs import (
     stored_actions,
 )
 from kvstore.state.table.tiers import Tiers, apply_effects
-from kvstore.state.tree.actions import PageStatus
+from kvstore.state.tree.actions import GRANTED, NO_PARENT, NO_ROOM, STORED, PageStatus
 from kvstore.state.tree.columns import pack_slots
 from kvstore.state.tree.match import longest_match
 from kvstore.state.tree.node import ORDINARY, PrefixNode, Retention, is_live
@@ -216,7 +216,7 @@ class PageTable:
                 continue
             following, before = (keys[at:], keys[at - 1]) if at else (keys, parent)
             granted, refusal = self._grant(process, put, following, before, tokens[at * each :])
-            statuses += [PageStatus.GRANTED] * granted
+            statuses += [GRANTED] * granted
             if refusal is not None:
                 statuses += [refusal] * (len(keys) - len(statuses))
         if put.slots:
@@ -241,7 +241,7 @@ class PageTable:
         if put is None or put.ahead:
             raise InvalidArgument("put", f"{put_id} is not open")
         assert not put.lost
-        pages, page_bytes = len(put.slots), put.space.shards[put.shard].page_bytes
+        pages, its = len(put.slots), put.space.shards[put.shard]
         if len(digests) != pages * DIGEST_BYTES:
             raise InvalidArgument("digests", f"{len(digests)} bytes for {pages} pages")
         del process.puts[put_id]
@@ -249,7 +249,7 @@ class PageTable:
         now_ns = self.moment.now_ns
         (self.meter.peer_fetch if peer else self.meter.put).observe(now_ns - put.since_ns)
         process.charge(-put.size_bytes)
-        apart = keep != ORDINARY
+        apart = keep is not ORDINARY and keep != ORDINARY
         statuses: list[PageStatus] = []
         stored: list[PrefixNode] = []
         keys_of: list[list[PrefixKey]] = []
@@ -263,23 +263,24 @@ class PageTable:
             # Of a fetch only the first pages of a run may have come.
             node = put.space.exact(node, 0, min(node.count, pages - at))
             end = at + node.count
-            assert node.slot_columns[put.shard] == pack_slots(put.slots[at:end]), node
-            self.slots.commit(put.slots[at:end], tick)
+            slots = put.slots[at:end]
+            assert node.slot_columns[put.shard] == pack_slots(slots), node
+            self.slots.commit(slots, tick)
             node.commit(put.shard, digests[at * DIGEST_BYTES : end * DIGEST_BYTES], keep)
             node.access, node.stored_ns = tick, now_ns
             if keep.expires_ns:
                 self._deadlines.add_page(node, put.shard, keep.expires_ns)
             stored.append(node)
             keys_of.append(put.keys[at:end])
-            statuses += [PageStatus.STORED] * node.count
+            statuses += [STORED] * node.count
         for first, action in stored_actions(put, stored, keys_of):
             self.actions.append(action)
             self.story.stored(first, put.shard, len(action.keys), peer)
-        self.residents.count_stored(statuses.count(PageStatus.STORED), page_bytes, peer)
+        self.residents.count_stored(statuses.count(STORED), its.page_bytes, peer)
         if peer or self.eviction.has_replicas:
             self.eviction.mark_replicas(stored, put.shard, peer)
-        for node, keys in zip(stored, keys_of, strict=True):
-            self.eviction.stored(node, keys, put.space.shards[put.shard].slot_bytes, tick)
+        for number, node in enumerate(stored):
+            self.eviction.stored(node, keys_of[number], its.slot_bytes, tick)
             self.residents.add_candidate(node)
         if self.disk.exists:
             self.disk.stored(stored, keys_of, put.shard)
@@ -425,12 +426,12 @@ class PageTable:
         space, shard = put.space, put.shard
         slot_bytes = space.shards[shard].slot_bytes
         new = new_pages(space, shard, keys, parent)
-        count, refusal = new.pages, new.refusal
-        self.counts["contradicting_pages"] += new.contradicts
+        count, refusal, head = new.pages, new.refusal, new.head or space.node_of(parent)
+        if new.contradicts:
+            self.counts["contradicting_pages"] += 1
         admitted = process.session.free_bytes // slot_bytes
         if count > admitted:
-            count, refusal = admitted, PageStatus.NO_ROOM
-        head = space.node_of(parent)
+            count, refusal = admitted, NO_ROOM
         head.hold()  # so that what precedes the pages is no leaf while room is made
         self.draining.spared = head
         allowed = self.room.within_quota(space, slot_bytes, count)
@@ -439,13 +440,13 @@ class PageTable:
         head.unhold()
         if not follows(space, shard, parent):
             self.slots.abort(slots)  # its head was lost while room was made
-            count, slots, refusal = 0, [], PageStatus.NO_PARENT
+            count, slots, refusal = 0, [], NO_PARENT
         if len(slots) < count:
-            refusal = PageStatus.NO_ROOM
+            refusal = NO_ROOM
         granted = keys[: len(slots)]
         if slots:
-            granted_tokens = tokens[: len(tokens) // len(keys) * len(slots)]
-            begin_pages(space, shard, granted, slots, parent, granted_tokens, unknown=new.unknown)
+            own = tokens[: len(tokens) // len(keys) * len(slots)] if tokens else tokens
+            begin_pages(space, shard, granted, slots, parent, own, head, unknown=new.unknown)
             self.residents.owners.add(slots, granted, space)
         else:
             self.residents.tidy(head)

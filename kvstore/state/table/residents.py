@@ -5,9 +5,10 @@ index with its descendants. :mod:`kvstore.state.table.room` chooses which pages 
 are unknown here; :mod:`kvstore.state.table.pages` knows them.
 """
 
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from typing import Final
 
 from kvstore.protocol.page import KEY_BYTES, PrefixKey
 from kvstore.state.choice.eviction import Eviction, classes
@@ -15,7 +16,7 @@ from kvstore.state.choice.ghosts import Ghosts
 from kvstore.state.choice.policy import enter, leave
 from kvstore.state.choice.quotas import Pins
 from kvstore.state.disk.graves import BURIED
-from kvstore.state.disk.jobs import Verdict
+from kvstore.state.disk.jobs import EVICT, FULL, Verdict
 from kvstore.state.disk.pages import DiskPages, no_disk
 from kvstore.state.metering import Meter
 from kvstore.state.table.draining import Draining
@@ -42,6 +43,7 @@ from kvstore.state.tree.sessions import Fetches, Spaces
 from kvstore.state.tree.slots import Slot, SlotTable
 from kvstore.state.tree.story import Moment, Story
 
+_EVICTED: Final = "removed_evicted"
 DROP_AT_ONCE = 128
 """Maximum descendants that are dropped together with a page; if there are more, all are dropped in
 later turns."""
@@ -68,7 +70,8 @@ class Residents:
         self.slots = slots
         self.spaces = Spaces(slots.extent_bytes)
         self.actions: list[Action] = []
-        self.counts: Counter[str] = Counter()
+        #: What was counted, by name; 0 for all other names.
+        self.counts: dict[str, int] = defaultdict(int)
         self.meter = Meter()
         self.ghosts = Ghosts()
         self.moment = Moment()
@@ -149,13 +152,13 @@ class Residents:
         If only pages before it are being written, it is offered in the next turn: others may go
         meanwhile.
         """
-        if verdict is Verdict.FULL:
+        if verdict is FULL:
             self.add_candidate(node)
         elif self.eviction.evictable(node):
-            for slot_bytes in set(classes(node)) - set(node.queued):
-                enter(node, slot_bytes)
-                self.draining.returning.append((node, slot_bytes))
-        assert verdict is not Verdict.EVICT, node
+            for slot_bytes in classes(node):
+                if enter(node, slot_bytes):
+                    self.draining.returning.append((node, slot_bytes))
+        assert verdict is not EVICT, node
 
     def offer_more(self, most: int) -> int:
         """Offer up to ``most`` pages that no queue has: how many.
@@ -400,16 +403,16 @@ class Residents:
 
     def _evict_last(self, node: PrefixNode, pages: int) -> None:
         """Evict the last pages of a leaf from memory, and drop them."""
-        first, count, cause = node.count - pages, node.count, "evicted"
+        first, count = node.count - pages, node.count
         keys = node.key_list(first)
         keys.reverse()
         for shard in list(node.slot_columns):
             slots = node.forget_all(shard) if not first else node.slots_of(shard)[first:]
             self.owners.remove(slots)
-            self.actions.append(Removed(node.space, shard, keys, cause))
-            self.counts[f"removed_{cause}"] += pages
-            self.story.tell_last(f"removed {cause}", node, shard, pages)
-            self.ghosts.add(node, shard, cause, self.moment.now_ns, keys)
+            self.actions.append(Removed(node.space, shard, keys, "evicted"))
+            self.counts[_EVICTED] += pages
+            self.story.tell_last("removed evicted", node, shard, pages)
+            self.ghosts.add(node, shard, "evicted", self.moment.now_ns, keys)
             self.slots.release(slots)
         if pages < count:
             node.shorten(pages)

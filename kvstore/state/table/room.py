@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvstore.state.choice.quotas import SHRINK_MAX
-from kvstore.state.disk.jobs import Verdict
+from kvstore.state.disk.jobs import EVICT, FULL, WRITING, Verdict
 from kvstore.state.disk.loads import LOADS_TURN, DiskLoads
 from kvstore.state.table.choosing import RoomChooser, RoomPlan, RoomRequest
 from kvstore.state.table.draining import LOOKS
@@ -101,13 +101,13 @@ class Room:
         chosen = self._chooser.choose_own(space, pages_max, size_bytes).asked
         if chosen is None:
             return 0
-        verdict = self._verdict(*chosen)
-        if verdict is Verdict.EVICT:
+        verdict = self._verdict(chosen.node, chosen.pages)
+        if verdict is EVICT:
             self._held.ghosts.wanted = (space.number, 0)
-            self._held.evict(*chosen)
+            self._held.evict(chosen.node, chosen.pages)
             self._held.ghosts.wanted = None
             return chosen.pages
-        return int(verdict is Verdict.WRITING)
+        return int(verdict is WRITING)
 
     def _make_room(self, wanted: RoomRequest) -> bool:
         """Choose what gives room, and do it; False when there is nothing, or nothing yet."""
@@ -115,10 +115,10 @@ class Room:
             plan = self._chooser.choose(wanted)
             plan.check()
             verdict = self._carry_out(plan, wanted)
-            if plan.victims and verdict is Verdict.WRITING:
+            if plan.victims and verdict is WRITING:
                 return True  # these gave room; of what is left to make another plan is made
-            if verdict is not Verdict.WRITING:
-                return verdict is Verdict.EVICT
+            if verdict is not WRITING:
+                return verdict is EVICT
 
     def _carry_out(self, plan: RoomPlan, wanted: RoomRequest) -> Verdict:
         """Do what a plan says.
@@ -128,34 +128,37 @@ class Room:
             more gives room now.
         """
         held, asked = self._held, plan.asked
-        for node, pages in plan.victims:
+        for victim in plan.victims:
+            node, pages = victim.node, victim.pages
             assert is_live(node), node
             assert not node.children_in_memory, ("pages in memory would not be reached", node)
             held.disk.before_eviction(node, pages)
             held.evict(node, pages)
         if asked is not None and not plan.drain:
-            verdict = self._verdict(*asked)
-            if verdict is not Verdict.EVICT:
+            verdict = self._verdict(asked.node, asked.pages)
+            if verdict is not EVICT:
                 return verdict
         own = asked.node if asked is not None else None
         if (plan.drain or own is not None) and self._take_extent(wanted, own):
             if own is not None:
                 held.add_candidate(own)
-            return Verdict.EVICT if held.draining.now is None else Verdict.FULL
+            return EVICT if held.draining.now is None else FULL
         if asked is not None:
             if plan.drain:
-                held.disk.before_eviction(*asked)
-            held.evict(*asked)
-        return Verdict.EVICT if asked is not None or plan.victims else Verdict.FULL
+                held.disk.before_eviction(asked.node, asked.pages)
+            held.evict(asked.node, asked.pages)
+        return EVICT if asked is not None or plan.victims else FULL
 
     def _spill(self, wanted: RoomRequest) -> bool:
         """Take the memory of pages before the new ones; whether some gave room."""
         held, plan = self._held, self._chooser.choose_spill(wanted)
-        for run, pages in plan.writes:
+        for one in plan.writes:
+            run, pages = one.node, one.pages
             first = run.split(pages) if pages < run.count and not held.disk.is_full else run
-            if held.disk.before_eviction(first) is Verdict.EVICT:
+            if held.disk.before_eviction(first) is EVICT:
                 return False  # not worth writing, and what follows it must not lose it
-        for run, pages in plan.victims:
+        for one in plan.victims:
+            run, pages = one.node, one.pages
             held.disk.before_eviction(run, pages)
             held.evict(run.split(pages) if pages < run.count else run, pages)
         return bool(plan.victims)
@@ -163,7 +166,7 @@ class Room:
     def _verdict(self, node: PrefixNode, pages: int = 1) -> Verdict:
         """Whether a victim may go now; one that has to wait is offered again when it may."""
         verdict = self._held.disk.before_eviction(node, pages)
-        if verdict is not Verdict.EVICT:
+        if verdict is not EVICT:
             self._held.put_off(node, verdict)
         return verdict
 

@@ -12,10 +12,10 @@ import numpy.typing as npt
 
 from kvstore.protocol.page import KEY_BYTES, PrefixKey
 from kvstore.state.tree import node as nodes
-from kvstore.state.tree.actions import PageStatus, Stored
+from kvstore.state.tree.actions import NO_PARENT, NO_ROOM, PageStatus, Stored
 from kvstore.state.tree.columns import pack_slots
 from kvstore.state.tree.match import by_window
-from kvstore.state.tree.node import PrefixNode, Retention
+from kvstore.state.tree.node import PrefixNode, Retention, is_live
 from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.sessions import Lease, Put
 from kvstore.state.tree.slots import INDEX_BITS, INDEX_MASK, Slot, SlotTable
@@ -23,6 +23,7 @@ from kvstore.state.tree.slots import INDEX_BITS, INDEX_MASK, Slot, SlotTable
 _Keys = npt.NDArray[Any]
 """A key or None, for each slot of an extent."""
 _NO_KEYS: Final[_Keys] = np.empty(0, dtype=np.object_)
+_NO_SPACES: Final[list[PrefixTree | None]] = []
 
 
 class Owners:
@@ -62,20 +63,21 @@ class Owners:
         key: PrefixKey | None = self._keys[self._slots.position(slot)][self._slots.index(slot)]
         return found.space.nodes.get(key) if key is not None else None
 
-    def add(self, slots: Sequence[Slot], keys: Sequence[PrefixKey], space: PrefixTree) -> None:
+    def add(self, slots: list[Slot], keys: list[PrefixKey], space: PrefixTree) -> None:
         """Record that the pages of these keys are in these slots."""
-        last, known, spaces = -1, _NO_KEYS, list[PrefixTree | None]()
-        for slot, key in zip(slots, keys, strict=True):
+        last, known, spaces = -1, _NO_KEYS, _NO_SPACES
+        assert len(slots) == len(keys)
+        for number, slot in enumerate(slots):
             position, index = slot >> INDEX_BITS, slot & INDEX_MASK
             if position != last:
                 last, known = position, self._grown(position)
                 spaces = self._spaces[position]
             assert spaces[index] is None
-            known[index], spaces[index] = key, space
+            known[index], spaces[index] = keys[number], space
 
-    def remove(self, slots: Sequence[Slot]) -> None:
+    def remove(self, slots: list[Slot]) -> None:
         """The pages in these slots were evicted or dropped."""
-        last, known, spaces = -1, _NO_KEYS, list[PrefixTree | None]()
+        last, known, spaces = -1, _NO_KEYS, _NO_SPACES
         for slot in slots:
             position, index = slot >> INDEX_BITS, slot & INDEX_MASK
             if position != last:
@@ -85,8 +87,8 @@ class Owners:
 
     def _grown(self, position: int) -> "_Keys":
         """The keys of an extent that is new, or that may now have more slots than before."""
-        keys = self._keys.get(position, _NO_KEYS)
-        more = self._slots.extents[position].count - len(keys)
+        keys, spaces = self._keys.get(position, _NO_KEYS), self._spaces.get(position, _NO_SPACES)
+        more = self._slots.extents[position].count - len(spaces)
         if more > 0:
             keys = self._keys[position] = np.append(keys, np.full(more, None))
             self._spaces.setdefault(position, []).extend([None] * more)
@@ -260,16 +262,18 @@ def _missing_above(space: PrefixTree, mask: int, packed: bytes, pages: int) -> i
 
 def begin_pages(
     space: PrefixTree, shard: int, keys: list[PrefixKey], slots: list[Slot], parent: PrefixKey,
-    tokens: bytes, *, unknown: bool = False,
+    tokens: bytes, head: PrefixNode | None = None, *, unknown: bool = False,
 ) -> None:  # fmt: skip
     """Start to write new consecutive pages, in as few nodes as possible.
 
-    ``unknown``: no node has any of their keys.
+    ``head``: the node that ends with ``parent``, if it is known; ``unknown``: no node has any of
+    their keys.
     """
     at, packed, each = 0, b"" if unknown else b"".join(keys), len(tokens) // len(keys)
-    above = space.end(parent) if parent else space.root
-    if above is None:
-        above = space.add(parent, space.root)
+    above = head
+    if above is None or above is space.root or not is_live(above):
+        above = (space.end(parent) or space.add(parent, space.root)) if parent else space.root
+    assert not parent or above.keys.endswith(parent), above
     while at < len(keys):
         node = None if unknown else space.index.get(keys[at])
         if node is None:
@@ -281,7 +285,8 @@ def begin_pages(
             space.hang_up(node, above)
         end = at + node.count
         node.begin_all(shard, pack_slots(slots[at:end]))
-        node.learn(tokens[at * each : end * each])
+        if tokens:
+            node.learn(tokens[at * each : end * each])
         at, above = end, node
 
 
@@ -340,20 +345,28 @@ def _unknown(space: PrefixTree, keys: list[PrefixKey]) -> list[PrefixKey]:
     return keys
 
 
-class NewPages(NamedTuple):
+class NewPages:
     """Which pages of a put may be granted.
 
-    Attributes:
+    Args:
         pages: number of leading keys that have no page yet and may follow each other.
         refusal: why the next one may not be granted; None if it is there or there is none.
         contradicts: the next page is known to have another parent than the put says.
         unknown: the tree has no node with any of these keys.
+        head: the node that ends with the page before them; None = nobody has looked for it.
     """
 
-    pages: int
-    refusal: PageStatus | None = None
-    contradicts: bool = False
-    unknown: bool = False
+    __slots__ = ("contradicts", "head", "pages", "refusal", "unknown")
+
+    def __init__(
+        self, pages: int, refusal: PageStatus | None = None, head: PrefixNode | None = None, *,
+        contradicts: bool = False, unknown: bool = False,
+    ) -> None:  # fmt: skip
+        self.pages = pages
+        self.refusal = refusal
+        self.head = head
+        self.contradicts = contradicts
+        self.unknown = unknown
 
 
 def known_pages(
@@ -391,7 +404,7 @@ def new_pages(space: PrefixTree, shard: int, keys: list[PrefixKey], parent: Pref
         parent: the key before the first one; empty at the start of a chain.
     """
     if not follows(space, shard, parent):
-        return NewPages(0, PageStatus.NO_PARENT)
+        return NewPages(0, NO_PARENT)
     head, index = space.node_of(parent), space.index
     if len(set(keys)) < len(keys):
         keys = keys[: _distinct(keys)]
@@ -406,15 +419,15 @@ def new_pages(space: PrefixTree, shard: int, keys: list[PrefixKey], parent: Pref
         else:
             unknown = False
             if known.present >> shard & 1:
-                return NewPages(new)
+                return NewPages(new, None, head)
             if space.holes.get(known, 0) >> shard & 1:
                 # It may come when what followed it has left.
-                return NewPages(new, PageStatus.NO_ROOM)
+                return NewPages(new, NO_ROOM, head)
             if space.contradicts(known, key, parent, head):
-                return NewPages(new, PageStatus.NO_PARENT, contradicts=True)
+                return NewPages(new, NO_PARENT, head, contradicts=True)
             before, following = known, (known.position(key) + 1) * KEY_BYTES
         parent = key
-    return NewPages(len(keys), unknown=unknown)
+    return NewPages(len(keys), None, head, unknown=unknown)
 
 
 def follows(space: PrefixTree, shard: int, parent: PrefixKey) -> bool:

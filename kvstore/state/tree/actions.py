@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Final
 
 from kvstore.protocol.page import PrefixKey
 from kvstore.state.tree.places import Tier
@@ -22,6 +23,13 @@ class PageStatus(IntEnum):
     STORED = 5
     DROPPED = 6
     """The page before it was dropped while this one was being written."""
+
+
+GRANTED: Final = PageStatus.GRANTED
+NO_ROOM: Final = PageStatus.NO_ROOM
+NO_PARENT: Final = PageStatus.NO_PARENT
+STORED: Final = PageStatus.STORED
+"""Members that each put needs: those of the class are looked up by Python code each time."""
 
 
 @dataclass(slots=True, init=False)

@@ -13,6 +13,10 @@ SLOT_COLUMN: Final = 8
 PLACE_COLUMN: Final = 16
 """Bytes of a place."""
 _PLACE: Final = struct.Struct("<QQ")
+_FEW: Final = 17
+_SLOTS: Final = tuple([struct.Struct(f"<{count}Q") for count in range(_FEW)])
+"""Columns of so many slots: of few they take less time than arrays."""
+_SLOT: Final = _SLOTS[1]
 _EMPTY: Final[dict[int, bytes]] = {}
 
 
@@ -23,21 +27,21 @@ def no_columns() -> dict[int, bytes]:
 
 def pack_slots(slots: Sequence[Slot]) -> bytes:
     """A column of slots."""
-    if len(slots) == 1:
-        return slots[0].to_bytes(SLOT_COLUMN, "little")
-    return array("Q", slots).tobytes()
+    return _SLOTS[len(slots)].pack(*slots) if len(slots) < _FEW else array("Q", slots).tobytes()
 
 
 def unpack_slots(column: bytes) -> list[Slot]:
     """The slots of a column."""
-    if len(column) == SLOT_COLUMN:
-        return [Slot(int.from_bytes(column, "little"))]
+    count = len(column) // SLOT_COLUMN
+    if count < _FEW:
+        return list(_SLOTS[count].unpack(column))
     return cast("list[Slot]", memoryview(column).cast("Q").tolist())
 
 
 def last_slot(column: bytes) -> Slot:
     """The last slot of a column."""
-    return Slot(int.from_bytes(column[-SLOT_COLUMN:], "little"))
+    (slot,) = _SLOT.unpack_from(column, len(column) - SLOT_COLUMN)
+    return Slot(slot)
 
 
 def pack_place(place: Place) -> bytes:
@@ -81,6 +85,11 @@ def replace_place(column: bytes, number: int, place: Place) -> bytes:
     """The column with a new place for one of its pages."""
     at = number * PLACE_COLUMN
     return column[:at] + pack_place(place) + column[at + PLACE_COLUMN :]
+
+
+def with_column(columns: dict[int, bytes], shard: int, column: bytes) -> dict[int, bytes]:
+    """The columns, with another one for a shard."""
+    return {**columns, shard: column} if columns else {shard: column}
 
 
 def without(columns: dict[int, bytes], shard: int) -> dict[int, bytes]:

@@ -15,6 +15,7 @@ from kvstore.state.tree.columns import (
     trailing,
     unpack_place,
     unpack_slots,
+    with_column,
     without,
 )
 from kvstore.state.tree.places import Place, Tier
@@ -406,8 +407,8 @@ class PrefixNode:
         """The pages of ``shard`` are READY; ``digests`` are packed."""
         assert self.present & ~self.ready & 1 << shard, "only a page that is being written"
         assert len(digests) == self.count * DIGEST_BYTES
-        self.digest_columns = {**self.digest_columns, shard: digests}
-        if keep != ORDINARY:
+        self.digest_columns = with_column(self.digest_columns, shard, digests)
+        if keep is not ORDINARY and keep != ORDINARY:
             assert self.count == 1
             bit = 1 << shard
             self.memory_only |= bit
@@ -428,7 +429,7 @@ class PrefixNode:
         assert self.ready >> shard & 1
         assert len(places) == self.count * PLACE_COLUMN
         self.space.changes += 1
-        self.place_columns = {**self.place_columns, shard: places}
+        self.place_columns = with_column(self.place_columns, shard, places)
         self._set_disk(self.on_disk | 1 << shard, self.to_disk & ~(1 << shard))
 
     def write_begun(self, shard: int) -> None:
@@ -498,7 +499,7 @@ class PrefixNode:
             self.count_above(1)
         if self.cold:
             self.space.index.warm(self)
-        self.slot_columns = {**self.slot_columns, shard: slots}
+        self.slot_columns = with_column(self.slot_columns, shard, slots)
         self.memory |= 1 << shard
         self.space.changes += 1
         self.space.host_bytes += self.count * self.space.shards[shard].slot_bytes

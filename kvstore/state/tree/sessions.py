@@ -285,7 +285,7 @@ class Fetches:
         self._moment = moment
         self.ended: list[Fetch] = []
 
-    def keep(self, fetch: Fetch, slots: Sequence[Slot]) -> None:
+    def keep(self, fetch: Fetch, slots: list[Slot]) -> None:
         """Pin pages in memory until the fetch ends.
 
         Either all slots of a node are given or none.

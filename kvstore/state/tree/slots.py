@@ -18,7 +18,7 @@ because a process that maps it can read all of it.
 """
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
@@ -204,7 +204,9 @@ class SlotTable:
         """Make up to ``count`` FREE slots of a class WRITING; fewer if there are fewer."""
         assert slot_bytes % SLOT_ALIGNMENT == 0
         assert slot_bytes <= self.extent_bytes
-        open_positions = self._open.setdefault((domain, slot_bytes), [])
+        open_positions = self._open.get((domain, slot_bytes))
+        if open_positions is None:
+            open_positions = self._open[domain, slot_bytes] = []
         taken: list[Slot] = []
         self.changes += 1
         while len(taken) < count:
@@ -212,12 +214,15 @@ class SlotTable:
                 break
             position = open_positions[-1]
             extent = self.extents[position]
-            if extent.closed or not extent.free or extent.class_of != (domain, slot_bytes):
+            other = extent.slot_bytes != slot_bytes or extent.domain != domain
+            if extent.closed or other or not extent.free:
                 open_positions.pop()
                 continue
             indexes = extent.free[len(taken) - count :]  # the last ones, fewer when there are fewer
             del extent.free[len(taken) - count :]
-            some = [Slot(position << INDEX_BITS | index) for index in reversed(indexes)]
+            indexes.reverse()
+            base = position << INDEX_BITS
+            some = [Slot(base | index) for index in indexes.tolist()]
             for _, first, end in self._blocks(some):
                 assert extent.states.count(_FREE, first, end) == end - first
                 extent.states[first:end] = _WRITINGS * (end - first)
@@ -226,7 +231,7 @@ class SlotTable:
             taken += some
         return taken
 
-    def commit(self, slots: Sequence[Slot], tick: int) -> None:
+    def commit(self, slots: list[Slot], tick: int) -> None:
         """WRITING → READY: the bytes are complete and not written any more."""
         self.changes += 1
         for extent, first, end in self._blocks(slots):
@@ -256,7 +261,7 @@ class SlotTable:
             extent.limbo += 1
             extent.holds[index] += 1
 
-    def release(self, slots: Sequence[Slot]) -> None:
+    def release(self, slots: list[Slot]) -> None:
         """READY → FREE, or → LIMBO while it may still be read: its page was evicted or dropped.
 
         Slots are reused in the given order, so that neighbours stay neighbours.
@@ -271,7 +276,7 @@ class SlotTable:
             else:
                 self._free(slot, extent, index)
 
-    def pin(self, slots: Sequence[Slot], tick: int) -> None:
+    def pin(self, slots: list[Slot], tick: int) -> None:
         """Prevent the eviction of READY slots; each call adds one pin."""
         self.changes += 1
         for extent, first, end in self._blocks(slots):
@@ -279,7 +284,7 @@ class SlotTable:
             extent.change_pins(first, end, 1)
             extent.used_at = tick
 
-    def unpin(self, slots: Sequence[Slot]) -> None:
+    def unpin(self, slots: list[Slot]) -> None:
         """Remove one pin from each; a LIMBO slot without pins and holds becomes FREE."""
         self.changes += 1
         limbo = 0
@@ -372,7 +377,7 @@ class SlotTable:
         extent, index = self._locate(slot)
         return extent.number, extent.addresses[2 * index] >> 32, index * extent.slot_bytes
 
-    def addresses(self, slots: Sequence[Slot]) -> bytes:
+    def addresses(self, slots: list[Slot]) -> bytes:
         """The same for several slots, as :data:`kvstore.protocol.wire.ADDRESS`."""
         blocks = self._blocks(slots)
         return b"".join([one.addresses[2 * at : 2 * end].tobytes() for one, at, end in blocks])
@@ -501,7 +506,7 @@ class SlotTable:
     def _locate(self, slot: Slot) -> tuple[Extent, int]:
         return self.extents[slot >> INDEX_BITS], slot & INDEX_MASK
 
-    def _blocks(self, slots: Sequence[Slot]) -> list[tuple[Extent, int, int]]:
+    def _blocks(self, slots: list[Slot]) -> list[tuple[Extent, int, int]]:
         """The slots grouped into runs: extent, first index, index behind the last."""
         found: list[tuple[Extent, int, int]] = []
         at, count = 0, len(slots)

@@ -96,11 +96,11 @@ def test_choosing_changes_nothing_and_spares_the_chain_that_goes_on(
     while at is not None:
         chain.add(at)
         at = at.above
-    for victim, pages in plan.victims:
-        assert victim not in chain
-        assert not victim.children_in_memory
-        assert 0 < pages <= left
-        left -= min(pages, victim.count)
+    for victim in plan.victims:
+        assert victim.node not in chain
+        assert not victim.node.children_in_memory
+        assert 0 < victim.pages <= left
+        left -= min(victim.pages, victim.node.count)
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "tinylfu"])
