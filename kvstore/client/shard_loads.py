@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from time import perf_counter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from kvstore.client.space import Space
 
 
+TOGETHER_BYTES_MAX: Final = 64 << 20
+"""Bytes of a load above which each shard has a job of its own: several threads copy them."""
+
+
 class ShardTarget(NamedTuple):
     """Where pages of one shard go.
 
@@ -38,8 +42,8 @@ class ShardTarget(NamedTuple):
 class ShardLoader(Loader):
     """Loads pages of one space, also those of several shards in one job.
 
-    That is one thread, and several threads hardly copy faster; what is saved are jobs, and all
-    waits for leases but one.
+    That is one thread. What is saved are jobs, and all waits for leases but one, which is more
+    than several threads gain for a short load.
     """
 
     def restore_shards(
@@ -49,7 +53,9 @@ class ShardLoader(Loader):
         """See :meth:`kvstore.client.space.Space.restore_shards`."""
         for pool, shard in parts:
             pool.table(blocks, self._pages[shard].page_bytes, len(keys))  # all are refused, or none
-        alone = len(parts) < 2 or order == "segment" or self._resources.promotion is not None
+        size = len(keys) * sum(self._pages[shard].page_bytes for _, shard in parts)
+        alone = len(parts) < 2 or order == "segment" or size > TOGETHER_BYTES_MAX
+        alone = alone or self._resources.promotion is not None
         if alone or any(pool.device != "cpu" for pool, _ in parts):
             return [
                 space.restore_to_kvpool(keys, pool, blocks, shard, order) for pool, shard in parts

@@ -436,8 +436,8 @@ class Space:
     ) -> list[RestoreJob]:  # fmt: skip
         """Copy pages of several shards into an engine's blocks, in the background.
 
-        It is :meth:`restore_to_kvpool` for each, but for pools in host memory without a slab, page
-        after page, in one job, with one request for the leases of all.
+        It is :meth:`restore_to_kvpool` for each, but for up to 64 MiB to pools in host memory
+        without a slab, page after page, in one job, with one request for the leases of all.
 
         Args:
             keys: the pages to copy.

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvstore.client import shard_loads
 from kvstore.client.exchange import Connection
 from kvstore.client.results import PutResult
 from kvstore.client.shard_loads import ShardLoader
@@ -179,6 +180,18 @@ def test_a_load_of_several_shards_takes_one_exchange(daemon, monkeypatch):
         assert store.stats()["leases"] == 0
 
     assert exchanges == [["Acquire"] * 3] * 2
+
+
+def test_a_large_load_has_a_job_for_each_shard(daemon, monkeypatch):
+    with daemon.connect() as store:
+        space, keys, wrote, pools = stored(store, 4)
+        monkeypatch.setattr(shard_loads, "TOGETHER_BYTES_MAX", 4 * sum(space.page_bytes) - 1)
+        parts = [(pool.kvpool, shard) for shard, pool in enumerate(pools)]
+
+        jobs = space.restore_shards(keys, np.arange(4), parts)
+
+        assert [job.result(TIMEOUT_S).pages for job in jobs] == [4, 4, 4]
+        assert [[pool.page(np.array([n])) for n in range(4)] for pool in pools] == wrote
 
 
 def test_a_load_of_more_than_a_message_may_pin_is_loaded_in_parts(daemon, monkeypatch):

@@ -124,8 +124,7 @@ class Room:
         """Do what a plan says.
 
         Returns:
-            EVICT: all of it gave room; WRITING: what was asked about does so later; FULL: nothing
-            more gives room now.
+            EVICT: all of it gave room; WRITING: what was asked about will; FULL: nothing more does.
         """
         held, asked = self._held, plan.asked
         for victim in plan.victims:
