@@ -193,6 +193,7 @@ class DiskTier:
 
     def _some(self) -> Iterator[Completion]:
         """Take the completions that this turn handles, at least one."""
+        assert self._completions
         taken = 0
         while self._completions and taken < COMPLETIONS_TURN:
             taken += 1

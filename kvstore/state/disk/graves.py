@@ -224,6 +224,7 @@ def _leading(grave: _Grave, keys: list[bytes]) -> _Grave:
     for key in keys:
         del grave.keys[key]
     assert grave.keys
+    assert len(first.keys) == len(keys)
     for durable in grave.waiters:
         durable.outstanding += 1
     return first

@@ -40,6 +40,7 @@ class Leaves:
 
     def free(self, most: int) -> bool:
         """Let go of up to ``most`` nodes: the quota has ended; whether there are more."""
+        assert most > 0
         self._heap.discard(most)
         for _ in range(min(most, len(self.queued))):
             self.queued.pop()

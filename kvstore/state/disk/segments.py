@@ -312,6 +312,7 @@ class SegmentReclaimer:
             if part.pages > most:
                 carry.append(part.cut(most, part.pages))
                 part = part.cut(0, most)
+            assert 0 < part.pages <= most
             for number in range(part.pages):
                 found = self._there(victim, part, number)
                 if found is not None:

@@ -454,8 +454,7 @@ class PrefixNode:
         assert self.ready == self.present, "a client writes a page of it"
         assert len(digests) == self.count * DIGEST_BYTES
         self.digest_columns = {**self.digest_columns, shard: digests}
-        self.present |= 1 << shard
-        self.ready = self.present
+        self.ready = self.present = self.present | 1 << shard
         self.demote(shard, places)
 
     def forget(self, shard: int) -> Slot:
