@@ -9,14 +9,14 @@ A reclaim carries over pinned pages, and pages that the space needs to stay at i
 """
 
 from collections import Counter
-from collections.abc import Collection, Generator, Iterator
+from collections.abc import Collection
 from typing import Final
 
 from kvstore.state.choice.quotas import SHRINK_MAX, Quotas
 from kvstore.state.disk.jobs import LeftDisk, PageMemory
 from kvstore.state.disk.leaves import ChosenLeaves, Leaves
 from kvstore.state.disk.log import Segment, SegmentLog
-from kvstore.state.disk.plans import STEP_PARTS, Part, parts_of
+from kvstore.state.disk.plans import parts_of
 from kvstore.state.disk.queue import DiskQueue
 from kvstore.state.disk.underway import WritesUnderWay
 from kvstore.state.tree.columns import last_slot
@@ -283,43 +283,27 @@ class DiskLimits:
 
     # ---- reservations and pins --------------------------------------------------------------
 
-    def kept(self, segment: Segment) -> Generator[None, None, dict[int, int]]:
-        """The records of a segment that must not be removed with it, closed towards parents.
-
-        It is looked at in steps, as :mod:`kvstore.state.disk.plans` says. Returns the size of each
-        record, by its offset.
-        """
-        kept: dict[int, int] = {}
-        reserved: dict[int, list[Part]] = {
+    def kept(self, segment: Segment) -> set[tuple[PrefixNode, int]]:
+        """The pages of a segment that must not be removed with it, closed towards parents."""
+        kept: set[tuple[PrefixNode, int]] = set()
+        reserved: dict[int, list[tuple[PrefixNode, int]]] = {
             one.space.number: [] for one in self.quotas.all() if one.reserved_bytes
         }
-        for looked, (node, _, part, _) in enumerate(parts_of(segment.pages), start=1):
-            if part.space.number in reserved:
-                reserved[part.space.number].append(part)
-            elif is_pinned(node, part.shard):
-                end = part.offset + part.pages * part.each
-                kept.update(dict.fromkeys(range(part.offset, end, part.each), part.each))
-            if not looked % STEP_PARTS:
-                yield
-        for parts in reserved.values():
-            kept.update(self._reserved(segment, parts))
-        return kept
-
-    def _reserved(self, segment: Segment, parts: list[Part]) -> Iterator[tuple[int, int]]:
-        """Offset and size of the records that a space with a reservation must keep of these."""
-        pages: list[tuple[PrefixNode, int]] = []
-        for part in parts:
+        for node, _, part, _ in list(parts_of(segment.pages)):
+            if part.space.number not in reserved:
+                if is_pinned(node, part.shard):
+                    kept.add((node, part.shard))
+                continue
             for number in range(part.pages):
-                offset = part.offset + number * part.each
-                if segment.pages.key_at(offset) is None:
-                    continue  # it has left since it was found
                 page = part.space.nodes[part.key(number)], part.shard
                 if is_pinned(*page):
-                    yield offset, part.each
+                    kept.add(page)
                 else:
-                    pages.append(page)
-        for node, shard in self._beyond_excess(pages) if pages else ():
-            yield node.place(shard).offset, node.space.shards[shard].record_bytes
+                    reserved[part.space.number].append(page)
+        for pages in reserved.values():
+            if pages:
+                kept |= self._beyond_excess(pages)
+        return kept
 
     def _beyond_excess(self, pages: list[tuple[PrefixNode, int]]) -> set[tuple[PrefixNode, int]]:
         """The pages of a space that cannot be removed without violating its reservation."""

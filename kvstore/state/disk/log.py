@@ -4,7 +4,7 @@ Segments are files of equal size, written front to back and freed as a whole. A 
 header and one page; ``docs/internals/ssd-format.md`` describes its bytes.
 """
 
-from collections.abc import Container, Generator, Iterable, Iterator, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
@@ -27,8 +27,6 @@ STRETCH_PAGES: Final = 256
 CARRY_SHARE: Final = 0.5
 """Maximum part of a reclaimed segment that is written again: a reclaim frees at least half of
 it."""
-
-_NOTHING: Final[Mapping[int, int]] = {}
 
 
 class Placed:
@@ -318,9 +316,9 @@ class SegmentLog:
 
     def plan(
         self, victim: Segment, tick: int, carry_from: float,
-        kept: Mapping[int, int] = _NOTHING,
-    ) -> Generator[None, None, Reclaim]:  # fmt: skip
-        """Which pages of a segment to carry over; it is looked at in steps.
+        kept: Collection[tuple[PrefixNode, int]] = (),
+    ) -> Reclaim:  # fmt: skip
+        """Which pages of a segment to carry over.
 
         Pages that were used since they were written are carried over, the last used ones first, up
         to :data:`CARRY_SHARE` of the segment including all of ``kept``; with them the pages before
@@ -330,10 +328,10 @@ class SegmentLog:
             victim: the segment.
             tick: the current tick.
             carry_from: from which part of its time on disk on a page must be used, 0 to 1.
-            kept: offset → size of the records that must not be dropped, closed towards parents.
+            kept: single pages that must not be dropped, closed towards parents.
         """
         budget = int(victim.size_bytes * CARRY_SHARE)
-        return plan(victim.number, parts_of(victim.pages), budget, tick, carry_from, kept)
+        return plan(victim.number, list(parts_of(victim.pages)), budget, tick, carry_from, kept)
 
     def sealed(self, number: int) -> None:
         """The footer of a full segment was written, or cannot be."""

@@ -1,20 +1,14 @@
-"""Which pages of a reclaimed segment are carried over, and which are dropped. Pure.
+"""Which pages of a reclaimed segment are carried over, and which are dropped. Pure."""
 
-A segment may have thousands of runs, so it is looked at in steps. Between two of them its pages may
-be used, split, pinned or lost, but it gets no new ones.
-"""
-
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Collection, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from kvstore.protocol.page import KEY_BYTES, PrefixKey
 from kvstore.state.disk.records import PageRecords
-from kvstore.state.tree.columns import PLACE_COLUMN, offsets_in
+from kvstore.state.tree.columns import unpack_places
 from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.prefix_tree import PrefixTree
 
-STEP_PARTS = 32
-"""Parts of a segment, or runs before one, that one step looks at: some 200 microseconds."""
 HEADS_MARKED: Final = 512
 """Nodes before a run that a use of the run marks, for an engine may have the start of a prompt."""
 
@@ -76,34 +70,29 @@ class NodePart(NamedTuple):
 
 
 def parts_of(records: PageRecords) -> Iterator[NodePart]:
-    """The pages of a segment in which nothing is being written, each once.
-
-    Pages that have left before their turn comes are left out.
-    """
-    offset = 0
-    while (one := records.stretch_from(offset)) is not None:
-        at = max(0, (offset - one.offset) // one.each)
-        offset = one.end
-        rest = one.live >> at
-        if not rest:
-            continue
-        at += (rest & -rest).bit_length() - 1
-        node = one.space.index[one.key(at)]
-        position = node.position(one.key(at))
-        live = (~(one.live >> at) & (one.live >> at) + 1).bit_length() - 1
-        end = at + min(live, node.matching(position, one.keys, at * KEY_BYTES))
-        part = Part(
-            one.space, one.shard, one.keys[at * KEY_BYTES : end * KEY_BYTES],
-            one.offset + at * one.each, one.each, node.first_depth + position,
-        )  # fmt: skip
-        offset = one.offset + end * one.each
-        yield NodePart(node, position, part, one.tick)
+    """The pages of a segment in which nothing is being written, each once."""
+    for one in records.stretches:
+        at = 0
+        while at < one.pages:
+            if not one.live >> at & 1:
+                at += 1
+                continue
+            node = one.space.index[one.key(at)]
+            position = node.position(one.key(at))
+            live = (~(one.live >> at) & (one.live >> at) + 1).bit_length() - 1
+            end = at + min(live, node.matching(position, one.keys, at * KEY_BYTES))
+            part = Part(
+                one.space, one.shard, one.keys[at * KEY_BYTES : end * KEY_BYTES],
+                one.offset + at * one.each, one.each, node.first_depth + position,
+            )  # fmt: skip
+            yield NodePart(node, position, part, one.tick)
+            at = end
 
 
 def plan(
-    segment: int, parts: Iterator[NodePart], budget_bytes: int, tick: int, carry_from: float,
-    kept: Mapping[int, int],
-) -> Generator[None, None, Reclaim]:  # fmt: skip
+    segment: int, parts: Sequence[NodePart], budget_bytes: int, tick: int, carry_from: float,
+    kept: Collection[tuple[PrefixNode, int]],
+) -> Reclaim:  # fmt: skip
     """See :meth:`kvstore.state.disk.log.SegmentLog.plan`.
 
     Args:
@@ -114,23 +103,20 @@ def plan(
         carry_from: see there.
         kept: see there.
     """
-    used: list[tuple[int, int, int]] = []
-    found: list[Part] = []
-    for node, _, part, written in parts:
-        if node.access > written + carry_from * (tick - written):
-            used.append((-node.access, part.depth, len(found)))
-        found.append(part)
-        if not len(found) % STEP_PARTS:
-            yield
-    chosen, left = set(kept), budget_bytes - sum(kept.values())
+    used = [
+        (-node.access, part.depth, at)
+        for at, (node, _, part, written) in enumerate(parts)
+        if node.access > written + carry_from * (tick - written)
+    ]
+    chosen = {node.place(shard).offset for node, shard in kept}
+    left = budget_bytes - sum(node.space.shards[shard].record_bytes for node, shard in kept)
     #: Nodes of which all pages in the segment are chosen, and all before them.
     whole: set[tuple[PrefixNode, int]] = set()
-    for count, (_, _, at) in enumerate(sorted(used), start=1):
+    for _, _, at in sorted(used):
         if left <= 0:
             break
-        part = found[at]
-        before = yield from _before(part, segment, whole)
-        heads = before - chosen
+        node, position, part, _ = parts[at]
+        heads = _before(node, position, part.shard, segment, whole) - chosen
         chosen |= heads
         left -= len(heads) * part.each
         for offset in range(part.offset, part.offset + part.pages * part.each, part.each):
@@ -138,13 +124,9 @@ def plan(
                 break
             left -= part.each * (offset not in chosen)
             chosen.add(offset)
-        if not count % STEP_PARTS:
-            yield
     reclaim = Reclaim([], [])
-    for count, part in enumerate(found, start=1):
+    for _, _, part, _ in parts:
         _divide(part, chosen, reclaim)
-        if not count % STEP_PARTS:
-            yield
     reclaim.carry.sort(key=lambda part: part.depth)
     reclaim.drop.sort(key=lambda part: -part.depth)
     return reclaim
@@ -161,23 +143,17 @@ def mark_before(node: PrefixNode, tick: int) -> None:
 
 
 def _before(
-    part: Part, segment: int, whole: set[tuple[PrefixNode, int]]
-) -> Generator[None, None, set[int]]:
+    node: PrefixNode, position: int, shard: int, segment: int, whole: set[tuple[PrefixNode, int]]
+) -> set[int]:
     """Offsets of the records of all ancestors of a page in this segment, except ``whole`` ones."""
-    shard, node = part.shard, part.space.index.get(part.key(0))
-    if node is None or not node.on_disk >> shard & 1:
-        return set()  # it has left since it was found
-    first = node.position(part.key(0)) * PLACE_COLUMN
-    offsets = offsets_in(node.place_columns[shard][:first], segment)
-    above, looked = node.above, 0
+    places = unpack_places(node.place_columns[shard])[:position]
+    above = node.above
     while above is not None and above.present and (above, shard) not in whole:
         whole.add((above, shard))
         if above.on_disk >> shard & 1:
-            offsets += offsets_in(above.place_columns[shard], segment)
-        above, looked = above.above, looked + 1
-        if not looked % STEP_PARTS:
-            yield
-    return set(offsets)
+            places += unpack_places(above.place_columns[shard])
+        above = above.above
+    return {place.offset for place in places if place.segment == segment}
 
 
 def _divide(part: Part, chosen: set[int], reclaim: Reclaim) -> None:

@@ -53,11 +53,6 @@ class Stretch:
         """The number of records, including dead ones."""
         return len(self.keys) // KEY_BYTES
 
-    @property
-    def end(self) -> int:
-        """Offset behind its last record."""
-        return self.offset + self.pages * self.each
-
     def key(self, number: int) -> PrefixKey:
         """The key of the page of record ``number``."""
         return PrefixKey(self.keys[number * KEY_BYTES : (number + 1) * KEY_BYTES])
@@ -112,13 +107,6 @@ class PageRecords:
         one = self.stretches[at]
         number, rest = divmod(offset - one.offset, one.each)
         return one.key(number) if not rest and one.live >> number & 1 else None
-
-    def stretch_from(self, offset: int) -> Stretch | None:
-        """The stretch with the record at an offset, or else the next one; None if there is none."""
-        at = bisect_right(self._offsets, offset) - 1
-        if at < 0 or self.stretches[at].end <= offset:
-            at += 1
-        return self.stretches[at] if at < len(self.stretches) else None
 
     def live_up_to(self, offset: int, most: int) -> int:
         """How many adjacent live records, at most ``most``, end with the one that starts there."""

@@ -5,7 +5,6 @@ keeping are copied; when the last copy has ended, a sync makes the copies as saf
 were; and when no reader is left, the file is deleted and the room is free.
 """
 
-from collections.abc import Iterator
 from enum import Enum
 from typing import Final, NamedTuple
 
@@ -23,7 +22,7 @@ from kvstore.state.disk.jobs import (
 )
 from kvstore.state.disk.limits import DiskLimits, is_pinned
 from kvstore.state.disk.log import Segment, SegmentLog, SegmentState
-from kvstore.state.disk.plans import STEP_PARTS, Part, Reclaim
+from kvstore.state.disk.plans import Part, Reclaim
 from kvstore.state.disk.queue import DiskQueue
 from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.places import footer_bytes
@@ -79,7 +78,7 @@ class SegmentReclaimer:
     :meth:`resume` is called when they have been applied.
 
     Attributes:
-        choosing: :meth:`advance_reclaim` goes on to look at a segment, or looks at the next one.
+        choosing: a segment was not worth reclaiming; :meth:`advance_reclaim` looks at the next one.
     """
 
     def __init__(
@@ -95,8 +94,6 @@ class SegmentReclaimer:
         self._now_ns = self._rests_until_ns = 0
         self._victim: Segment | None = None
         self.choosing = False
-        #: Looks at a segment in steps, if one is being looked at.
-        self._look: Iterator[None] | None = None
         #: Segments that are not worth reclaiming → what they were when that was found.
         self._barren: dict[int, _Barren] = {}
         #: Segments whose file could not be deleted → when that is tried again.
@@ -212,44 +209,30 @@ class SegmentReclaimer:
         return job == self._sync
 
     def _choose(self, tick: int) -> bool:
-        """Look at the next part of a segment, and begin to reclaim it if all of it is worth it.
-
-        Returns:
-            whether there is more to look at, of this segment or of another one.
-        """
+        """Begin to reclaim a segment, if it is worth it; otherwise, whether to look at another."""
         assert self._victim is None
-        if self._queue.turn.left <= 0:
-            return True
-        if self._look is None:
-            segments = self._log.segments
-            for number, barren in list(self._barren.items()):
-                if number not in segments or len(segments[number].pages) != barren.pages:
-                    del self._barren[number]
-            victim = self._log.victim(self._passed_over())
-            if victim is None:
-                return False
-            self._look = self._look_at(victim, tick)
-        for _ in self._look:
-            self._queue.turn.left -= STEP_PARTS
-            return True
-        self._look = None
-        return self._victim is None
-
-    def _look_at(self, victim: Segment, tick: int) -> Iterator[None]:
-        """Find out in steps whether a segment is worth it, and begin to reclaim it if it is."""
-        kept = yield from self._limits.kept(victim)
+        segments = self._log.segments
+        for number, barren in list(self._barren.items()):
+            if number not in segments or len(segments[number].pages) != barren.pages:
+                del self._barren[number]
+        victim = self._log.victim(self._passed_over())
+        if victim is None:
+            return False
+        kept = self._limits.kept(victim)
+        sizes = [node.space.shards[shard].record_bytes for node, shard in kept]
         room = victim.size_bytes - footer_bytes(victim.records + 1)
-        gain = max([room * GAIN_MIN, *kept.values()])
+        gain = max([room * GAIN_MIN, *sizes])
         awaited = victim.number in self._barren  # by tombstones, or it would not be here again
-        if victim.failed or awaited or sum(kept.values()) + gain <= room:
-            plan = yield from self._log.plan(victim, tick, self._admission.carry_from, kept)
+        if victim.failed or awaited or sum(sizes) + gain <= room:
             self._victim = victim
             self._counts["disk_kept_pages"] += len(kept)
+            plan = self._log.plan(victim, tick, self._admission.carry_from, kept)
             self._begin(victim, plan, tick)
-            return
+            return False
         spaces = {one.space.number: one.space for one in victim.pages.stretches}
         there = [(space, self._limits.there_bytes(space)) for space in spaces.values()]
         self._barren[victim.number] = _Barren(len(victim.pages), there)
+        return True
 
     def _passed_over(self) -> set[int]:
         stuck = {number for number, at_ns in self._stuck.items() if self._now_ns < at_ns}

@@ -74,13 +74,6 @@ def unpack_places(column: bytes) -> list[Place]:
     return [Place(segment, offset) for segment, offset in _PLACE.iter_unpack(column)]
 
 
-def offsets_in(column: bytes, segment: int) -> list[int]:
-    """Offsets of those places of a column that are in a segment."""
-    if segment.to_bytes(8, "little") not in column:  # so it is of nearly every column
-        return []
-    return [offset for number, offset in _PLACE.iter_unpack(column) if number == segment]
-
-
 def replace_place(column: bytes, number: int, place: Place) -> bytes:
     """The column with a new place for one of its pages."""
     at = number * PLACE_COLUMN

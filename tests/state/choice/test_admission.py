@@ -15,7 +15,6 @@ from kvstore.state.tree.columns import pack_place
 from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.prefix_tree import PrefixTree, Shard
 from kvstore.state.tree.slots import Slot
-from tests.state.world import ended
 
 SIZE = 4096
 
@@ -30,11 +29,11 @@ def a_chain(
         [Shard(ShardSpec(layout=CanonicalLayout(2048), layers=(0, 1), heads=(0, 1)), 4096, 4096)],
     )
     nodes, parent = [], PrefixKey(b"")
-    for at, count in enumerate(uses):
+    for at, ended in enumerate(uses):
         number = numbers[at] if numbers is not None else at
         key = PrefixKey(number.to_bytes(32, "little"))
         node = space.node(key, parent)
-        node.uses = count
+        node.uses = ended
         if not node.memory:
             node.begin(0, Slot(at))
         nodes.append((node, 0))
@@ -196,8 +195,7 @@ def test_learned_carries_over_what_was_used_in_the_later_half_of_its_time_on_dis
     for (node, _), (above, _) in zip(chain[2:], chain[1:], strict=False):
         node.above = above.space.root
 
-    carry_from = Admission(name, 0, 1 << 20).carry_from
-    plan = ended(log.plan(log.segments[1], 200, carry_from))
+    plan = log.plan(log.segments[1], 200, Admission(name, 0, 1 << 20).carry_from)
 
     carry = b"".join(part.keys for part in plan.carry)
     assert [at for at, (node, _) in enumerate(chain) if node.key in carry] == carried

@@ -43,7 +43,7 @@ from tests.state.disk.log_files import (
     Files,
     Record,
 )
-from tests.state.world import DIGEST, FULL, ROOT, World, ended, hold, identity, key
+from tests.state.world import DIGEST, FULL, ROOT, World, hold, identity, key
 
 DROPS_MAX = keeper.DROPS_MAX
 ERROR = TierUnavailable("no such disk")
@@ -397,7 +397,7 @@ class LogMachine(RuleBasedStateMachine):
     def a_reclaim_frees_at_least_what_it_may_not_carry(self) -> None:
         for segment in self.log.segments.values():
             if segment.state is SegmentState.SEALED:
-                plan = ended(self.log.plan(segment, self.tick, 0.0))
+                plan = self.log.plan(segment, self.tick, 0.0)
                 carried = sum(part.pages for part in plan.carry) * RECORD
                 assert carried <= SEGMENT_BYTES * CARRY_SHARE + 2 * RECORD
 

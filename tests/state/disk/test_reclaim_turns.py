@@ -1,11 +1,8 @@
 """Goal: giving segments back never holds the state for long, and nothing stops it for good."""
 
-from kvstore.state.disk import limits, plans
 from kvstore.state.disk import segments as keeper
 from kvstore.state.disk.jobs import DiskCopy, DiskDrop, DiskJob, DiskSeal, DiskSync
 from kvstore.state.disk.log import Segment, SegmentState
-from kvstore.state.table.invariants import check
-from kvstore.state.tree.node import PrefixNode
 from tests.state.disk.disk_world import IO_ERROR, DiskWorld
 from tests.state.disk.test_disk_limits import RECORD, LimitedWorld
 from tests.state.world import chain, key
@@ -140,66 +137,6 @@ def test_pages_are_carried_over_a_few_at_a_time(monkeypatch):
     assert oldest not in world.disk.log.segments
     assert world.there(*carried[:3]) == [True] * 3
     assert world.table.counts["carried_pages"] >= 3
-
-
-def test_a_segment_of_many_runs_is_looked_at_in_steps(monkeypatch):
-    looks, pinned = [0], limits.is_pinned
-    for module in (plans, limits, keeper):
-        monkeypatch.setattr(module, "STEP_PARTS", 2)
-
-    def counted(node: PrefixNode, shard: int) -> bool:
-        looks[-1] += 1
-        return pinned(node, shard)
-
-    world = LimitedWorld(segments=6)
-    kept = chr(next(world.letters))
-    world.put(kept)
-    oldest = world.node(kept).place(0).segment
-    world.table.keeping.pin(world.mine, key(kept), 0, "ssd")
-    monkeypatch.setattr(limits, "is_pinned", counted)
-    choose = type(world.disk._reclaimer)._choose
-
-    def alone(*arguments: object) -> bool:
-        looks.append(0)
-        return bool(choose(*arguments))
-
-    monkeypatch.setattr(type(world.disk._reclaimer), "_choose", alone)
-    for at in range(1, 200):
-        if oldest not in world.disk.log.segments:
-            break
-        world.put(chr(next(world.letters)))
-        world.disk.advance(at)
-
-    assert max(looks) == 2
-    assert oldest not in world.disk.log.segments
-    assert world.there(kept) == [True], "it was pinned"
-    assert world.table.counts["reclaimed_pages"] > 0
-
-
-def test_pages_that_leave_while_their_segment_is_looked_at_are_left_out(monkeypatch):
-    for module in (plans, limits, keeper):
-        monkeypatch.setattr(module, "STEP_PARTS", 1)
-    world = LimitedWorld(segments=6)
-    first = [chr(next(world.letters)) for _ in range(5)]
-    for path in first:
-        world.put(path)
-    oldest = world.node(first[0]).place(0).segment
-    reclaimer = world.disk._reclaimer
-    while reclaimer._look is None:
-        world.store(world.me, world.other, chr(next(world.letters)))
-        for job in world.jobs(DiskJob):
-            if reclaimer._look is None:
-                world.end_job(job)
-    for path in first[::2]:
-        world.lose(world.node(path), 0)
-
-    for at in range(1, 50):
-        world.disk.advance(at)
-        world.end_all()
-
-    assert oldest not in world.disk.log.segments
-    assert world.there(*first) == [False] * 5
-    check(world.table)
 
 
 def test_one_message_that_keeps_many_pages_is_one_write_and_gives_up_few(monkeypatch):
