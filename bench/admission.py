@@ -20,7 +20,7 @@ from bench.measure import Progress, Report, Result
 from bench.reclaim import EXTENT_BLOCKS, PAGE_BYTES, block_key
 from kvstore.protocol.page import KEY_BYTES, CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.choice.admission import BUCKET_DISK_SHARE, BURST_SHARE, DAY_NS, Admission
-from kvstore.state.disk.jobs import Completion, DiskRules, SyncPolicy, WritePolicy
+from kvstore.state.disk.jobs import DiskRules, SyncPolicy, WritePolicy
 from kvstore.state.disk.log import SegmentLog
 from kvstore.state.disk.pages import DiskPages
 from kvstore.state.table.invariants import check
@@ -235,4 +235,5 @@ class Cache:
             self.table.tiers.advance(self.table.now_ns)  # the pages of a segment leave in turns
             jobs = list(self.disk.jobs)
             self.disk.jobs.clear()
-            self.table.tiers.completed([Completion(job.job) for job in jobs])
+            for job in jobs:
+                self.table.tiers.completed(job.job, None)

@@ -7,7 +7,7 @@ put together.
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import count
 from typing import Any, Final, Protocol, TypeVar
@@ -22,7 +22,7 @@ from kvstore.protocol.counts import NO_RECORDS, SsdCounts
 from kvstore.protocol.page import KEY_BYTES, CanonicalLayout, ShardSpec, SpaceIdentity
 from kvstore.state.choice.admission import Admission
 from kvstore.state.choice.ghosts import Ghosts
-from kvstore.state.disk.jobs import Completion, DiskRules, SyncPolicy, WritePolicy
+from kvstore.state.disk.jobs import DiskRules, SyncPolicy, WritePolicy
 from kvstore.state.disk.log import SegmentLog
 from kvstore.state.disk.pages import DiskPages
 from kvstore.state.tree.actions import Action, PageStatus
@@ -149,15 +149,8 @@ class TakesAll:
         return self.pages.stats(NO_RECORDS)
 
     def _end(self, most: int, now_ns: int) -> None:
-        if self._begun:
-            self._node.disk_completed(self._some(most), now_ns)
-
-    def _some(self, most: int) -> Iterator[Completion]:
-        """As many as a node is told of in one turn."""
         for _ in range(min(most, len(self._begun))):
-            yield Completion(self._begun.popleft())
-            if not (self._at_once or self.pages.turn.takes_more):
-                return
+            self._node.disk_completed(self._begun.popleft(), None, now_ns)
 
 
 class LoneNode:

@@ -16,7 +16,7 @@ from bench import trace
 from bench.measure import Progress, Report, Result
 from kvstore.protocol.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.choice.admission import Admission
-from kvstore.state.disk.jobs import Completion, DiskRules, SyncPolicy, WritePolicy
+from kvstore.state.disk.jobs import DiskRules, SyncPolicy, WritePolicy
 from kvstore.state.disk.log import LogStats, SegmentLog
 from kvstore.state.disk.pages import DiskPages
 from kvstore.state.table.invariants import check
@@ -148,4 +148,5 @@ class Cache:
             self.table.tiers.advance(0)  # the pages of a segment leave in turns
             jobs = list(disk.jobs)
             disk.jobs.clear()
-            self.table.tiers.completed([Completion(job.job) for job in jobs])
+            for job in jobs:
+                self.table.tiers.completed(job.job, None)

@@ -14,7 +14,7 @@ object:
    reused while a process may still access it.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Final, TypeVar
 
 from kvstore.node.copies import CopyRequests
@@ -25,7 +25,6 @@ from kvstore.node.waiting import PATIENT, PatientRequests, Waiter, WaitingRoom, 
 from kvstore.protocol import wire
 from kvstore.protocol.errors import InvalidArgument, KVStoreError, ProtocolError
 from kvstore.protocol.page import KEY_BYTES
-from kvstore.state.disk.jobs import Completion
 from kvstore.state.metering import Histogram
 from kvstore.state.remote.jobs import FetchEnd, Holding, PeerLimits, SpreadEnd
 from kvstore.state.remote.pages import RemotePages
@@ -39,8 +38,6 @@ T = TypeVar("T")
 WAIT_MS_MAX: Final = 60_000
 SWEEP_STEPS = 64
 """Steps in one turn of removing descendants of dropped pages."""
-PUT_WEIGHT: Final = 4
-"""A key of a waiting put counts as so many of a lookup: a page may have to leave for it."""
 _NS_PER_MS: Final = 1_000_000
 
 
@@ -184,10 +181,17 @@ class Node:
         assert all(process.lost for process in ended)
         self._after(now_ns)
 
-    def disk_completed(self, ended: Iterable[Completion], now_ns: int) -> None:
-        """The SSD tier has completed jobs; who waited for them is resumed once after all."""
+    def disk_completed(
+        self, job: int, error: KVStoreError | None, now_ns: int, tokens: bytes = b"",
+        failed: tuple[int, ...] = (),
+    ) -> None:  # fmt: skip
+        """The SSD tier has completed a job; ``error`` None = success.
+
+        ``tokens``: tokens in the record, if the job read one. ``failed``: segments that it could
+        not sync.
+        """
         self.pages.moment.now_ns = now_ns
-        self._room_may_be |= self.pages.tiers.completed(ended)
+        self._room_may_be |= self.pages.tiers.completed(job, error, tokens, failed)
         self._after(now_ns)
 
     def located(self, number: int, holdings: Sequence[Holding], now_ns: int) -> None:
@@ -405,8 +409,7 @@ class Node:
         """Resume waiting requests whose turn it is, within one turn's limit."""
         keys_left = self.limits.turn_pages
         while keys_left > 0 and (waiter := self._next_waiter()) is not None:
-            weight = PUT_WEIGHT if isinstance(waiter.request, wire.BeginPut) else 1
-            keys_left -= 1 + weight * (len(waiter.request.keys) // KEY_BYTES)
+            keys_left -= 1 + len(waiter.request.keys) // KEY_BYTES
             self._resume(waiter, now_ns)
             self._wake()
 

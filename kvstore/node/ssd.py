@@ -8,7 +8,7 @@ import ctypes
 import gc
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
 from typing import Final
@@ -19,7 +19,6 @@ from kvstore.protocol.counts import SsdCounts
 from kvstore.protocol.errors import KVStoreError
 from kvstore.state.choice.admission import Admission
 from kvstore.state.disk.jobs import (
-    Completion,
     DiskCheck,
     DiskJob,
     DiskRead,
@@ -33,6 +32,7 @@ from kvstore.state.disk.pages import DiskPages
 from kvstore.state.table.adopt import FoundSegment, adopt
 from kvstore.state.tree.places import HEADER_BYTES
 from kvstore.state.tree.slots import Slot
+from kvstore.tier.base import Completion
 from kvstore.tier.directories import Directory
 from kvstore.tier.disk import Disk
 from kvstore.tier.host import HostMemory
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 IN_FLIGHT_BYTES_MAX: Final = 128 << 20
 COMPLETIONS_TURN: Final = 32
-"""Maximum jobs whose end the node is told of in one turn."""
+"""Jobs whose end the node is told of in one turn."""
 _NS: Final = 1_000_000_000
 
 
@@ -146,7 +146,6 @@ class DiskTier:
         jobs = self.pages.jobs[: self._log.room]
         self.pages.jobs[: len(jobs)] = held
         made: list[DiskJob] = []
-        failed: list[Completion] = []
         for job in jobs:
             assert job.job not in self._jobs
             self._jobs[job.job] = job
@@ -154,19 +153,19 @@ class DiskTier:
                 self._set_address(job)
                 made.append(job)
             except KVStoreError as error:  # an error of this job's memory; the others continue
-                failed.append(Completion(job.job, error))
+                self._end(Completion(job.job, error), self._node.pages.now_ns)
         try:
             self._log.submit(made)
         except KVStoreError as error:
-            failed += [Completion(one.job, error) for one in made]
-        if failed:
-            self._node.disk_completed(map(self._ended, failed), self._node.pages.now_ns)
+            for one in made:
+                self._end(Completion(one.job, error), self._node.pages.now_ns)
 
     def poll(self, now_ns: int) -> None:
         """Pass completed jobs to the node, and ask for another call if more are left."""
         self._completions.extend(self._log.poll())
-        if self.behind:
-            self._node.disk_completed(map(self._ended, self._some()), now_ns)
+        for _ in range(min(COMPLETIONS_TURN, len(self._completions))):
+            completion = self._completions.popleft()
+            self._end(completion, now_ns)
         if self.behind:
             self._wake()
 
@@ -191,25 +190,14 @@ class DiskTier:
         """Content and counts of the tier."""
         return self.pages.stats(self._log.stats(), self.recovery_s)
 
-    def _some(self) -> Iterator[Completion]:
-        """Take the completions that this turn handles, at least one."""
-        assert self._completions
-        taken = 0
-        while self._completions and taken < COMPLETIONS_TURN:
-            taken += 1
-            yield self._completions.popleft()
-            if not self.pages.turn.takes_more:
-                return
-
-    def _ended(self, ended: Completion) -> Completion:
-        """Forget what is kept for a job that has ended."""
+    def _end(self, ended: Completion, now_ns: int) -> None:
         job, error = ended.job, ended.error
         del self._jobs[job]
         self._scratch.pop(job, None)
         if error is not None:  # logged once while it lasts; all are counted
             level = logging.DEBUG if self.pages.degraded else logging.WARNING
             log.log(level, "the SSD tier: %s: %s", error.code, error)
-        return ended
+        self._node.disk_completed(job, error, now_ns, ended.tokens, ended.failed)
 
     def _waits(self, job: DiskJob) -> bool:
         """Whether a page's target memory is still being created."""

@@ -10,10 +10,10 @@ import gc
 from collections.abc import Callable
 from typing import Final
 
-YOUNG: Final = 2_000
+YOUNG: Final = 1_000
 """Objects allocated between two collections of generation 0."""
 YOUNG_ROUNDS: Final = 4
-"""Collections of generation 0 between two of generation 1, which take a millisecond."""
+"""Collections of generation 0 between two of generation 1, which take some milliseconds."""
 NEVER: Final = 1 << 30
 """Collections of generation 1 between two of generation 2."""
 

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
-from kvstore.state.disk.jobs import Completion, DiskJob, DiskSync
+from kvstore.state.disk.jobs import DiskJob, DiskSync
 from kvstore.state.tree.slots import Replacement
 from kvstore.testing.disk import SimulatedDisk
+from kvstore.tier.base import Completion
 from kvstore.tier.directories import Directory
 from kvstore.tier.disk import Buffer
 from kvstore.tier.host import MEMORY_WAIT_S, HostMemory

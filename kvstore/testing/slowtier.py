@@ -9,7 +9,7 @@ from kvstore.protocol.counts import NO_RECORDS, SsdCounts
 from kvstore.protocol.errors import CapacityError, KVStoreError, PageCorrupt, TierUnavailable
 from kvstore.state.choice.admission import Admission
 from kvstore.state.disk import jobs as diskjobs
-from kvstore.state.disk.jobs import Completion, DiskJob, DiskRules
+from kvstore.state.disk.jobs import DiskJob, DiskRules
 from kvstore.state.disk.log import SegmentLog
 from kvstore.state.disk.pages import DiskPages
 from kvstore.state.table.pages import PageTable
@@ -48,7 +48,7 @@ class SimulatedTier:
         self._node = desk.node
         self._extents = extents
         self._sizes: dict[int, int] = {}
-        self._ended: list[Completion] = []
+        self._ended: list[tuple[int, KVStoreError | None, bytes]] = []
         pages = desk.node.pages
         pages.keeping.pins.budget_bytes = pages.keeping.pins.disk_budget_bytes = 4 * PAGE_BYTES
         log = SegmentLog(SEGMENTS, SEGMENT_BYTES)
@@ -79,8 +79,8 @@ class SimulatedTier:
     def poll(self, now_ns: int) -> None:
         """See :class:`~kvstore.node.desk.DiskSide`."""
         ended, self._ended = self._ended, []
-        if ended:
-            self._node.disk_completed(ended, now_ns)
+        for job, error, tokens in ended:
+            self._node.disk_completed(job, error, now_ns, tokens)
 
     def stats(self) -> SsdCounts:
         """See :class:`~kvstore.node.desk.DiskSide`."""
@@ -141,7 +141,7 @@ class SimulatedTier:
         tokens = b""
         if isinstance(job, diskjobs.DiskRead | diskjobs.DiskTokens) and error is None:
             tokens = self._disk.pages[job.place].tokens
-        self._ended.append(Completion(job.job, error, tokens))
+        self._ended.append((job.job, error, tokens))
         self._desk.poll_disk()
 
     def _carry_out(self, job: DiskJob, sequence: int) -> KVStoreError | None:

@@ -28,7 +28,6 @@ from kvstore.protocol.page import (
     page_seeds,
 )
 from kvstore.state.disk.jobs import (
-    Completion,
     DiskDrop,
     DiskJob,
     DiskRead,
@@ -41,7 +40,7 @@ from kvstore.state.disk.jobs import (
 )
 from kvstore.state.tree.places import BLOCK_BYTES, Place, record_bytes
 from kvstore.state.tree.slots import Slot
-from kvstore.tier.base import Tier
+from kvstore.tier.base import Completion, Tier
 from kvstore.tier.vectored import aligned
 
 WAIT_S: Final = 30.0

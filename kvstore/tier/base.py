@@ -6,9 +6,27 @@ which the address of each page in memory is set; that memory must stay valid unt
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-from kvstore.state.disk.jobs import Completion, DiskJob
+from kvstore.protocol.errors import KVStoreError
+from kvstore.state.disk.jobs import DiskJob
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The end of one job; ``error`` None = success.
+
+    Attributes:
+        tokens: of a read: the tokens in the record; empty if it has none.
+        failed: of a sync or a seal: the segments that could not be synced, now or before; all other
+            writes that it covers are durable.
+    """
+
+    job: int
+    error: KVStoreError | None = None
+    tokens: bytes = b""
+    failed: tuple[int, ...] = ()
 
 
 class Tier(Protocol):

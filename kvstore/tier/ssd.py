@@ -17,7 +17,6 @@ from typing import Final, NamedTuple, cast
 from kvstore.protocol.counts import DirectoryCounts, RecordCounts
 from kvstore.protocol.errors import CapacityError, ConfigError, KVStoreError, TierUnavailable
 from kvstore.state.disk.jobs import (
-    Completion,
     DiskCheck,
     DiskCopy,
     DiskDrop,
@@ -30,6 +29,7 @@ from kvstore.state.disk.jobs import (
     DiskWrite,
 )
 from kvstore.state.tree.places import BLOCK_BYTES
+from kvstore.tier.base import Completion
 from kvstore.tier.directories import Directory, failure, open_all, say_room
 from kvstore.tier.disk import Disk, OSDisk
 from kvstore.tier.record import SEGMENT_MAX, SEGMENT_NAME, ForeignLog, segment_name

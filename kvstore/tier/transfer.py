@@ -17,7 +17,6 @@ from kvstore.mover.memory import memory_at
 from kvstore.protocol.errors import InvalidArgument, KVStoreError, PageCorrupt
 from kvstore.protocol.page import pack_pair, page_seeds
 from kvstore.state.disk.jobs import (
-    Completion,
     DiskCheck,
     DiskCopy,
     DiskJob,
@@ -28,6 +27,7 @@ from kvstore.state.disk.jobs import (
     PageRecord,
 )
 from kvstore.state.tree.places import BLOCK_BYTES, HEADER_BYTES, Place
+from kvstore.tier.base import Completion
 from kvstore.tier.directories import failure
 from kvstore.tier.disk import Disk
 from kvstore.tier.record import (

@@ -17,7 +17,7 @@ from kvstore.node.requests import NodeLimits
 from kvstore.protocol import wire
 from kvstore.protocol.errors import KVStoreError, ProtocolError, TierUnavailable
 from kvstore.state.choice.admission import Admission
-from kvstore.state.disk.jobs import Completion, DiskJob, DiskRules, SyncPolicy, WritePolicy
+from kvstore.state.disk.jobs import DiskJob, DiskRules, SyncPolicy, WritePolicy
 from kvstore.state.disk.log import SegmentLog
 from kvstore.state.disk.pages import DiskPages
 from kvstore.state.tree.sessions import Peer
@@ -52,7 +52,8 @@ class StillTier:
 
     def poll(self, now_ns: int) -> None:
         ended, self.ended = self.ended, []
-        self._node.disk_completed([Completion(job, error) for job, error in ended], now_ns)
+        for job, error in ended:
+            self._node.disk_completed(job, error, now_ns)
 
 
 class Line:

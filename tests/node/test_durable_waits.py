@@ -12,7 +12,6 @@ from kvstore.protocol.errors import TierUnavailable
 from kvstore.protocol.page import CanonicalLayout, PrefixKeys, ShardSpec, SpaceIdentity, page_keys
 from kvstore.state.choice.admission import Admission
 from kvstore.state.disk.jobs import (
-    Completion,
     DiskDrop,
     DiskJob,
     DiskRules,
@@ -76,7 +75,7 @@ class DurableWorld:
         while jobs := [job for job in self.disk.jobs if isinstance(job, kinds)]:
             for job in jobs:
                 self.disk.jobs.remove(job)
-                self.node.disk_completed([Completion(job.job, error)], self.now_ns)
+                self.node.disk_completed(job.job, error, self.now_ns)
         check(self.node.pages)
         return self.answers()
 
@@ -171,7 +170,7 @@ def test_of_all_that_wait_for_room_one_tries_in_vain_for_each_job_that_ends(monk
         for job in jobs:
             ended += 1
             world.disk.jobs.remove(job)
-            world.node.disk_completed([Completion(job.job)], world.now_ns)
+            world.node.disk_completed(job.job, None, world.now_ns)
         answers += world.answers()
     assert attempts <= ended
 

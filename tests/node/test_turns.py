@@ -3,10 +3,8 @@
 import pytest
 
 from kvstore.protocol import wire
-from kvstore.protocol.page import page_keys
 from kvstore.state.tree.actions import PageStatus
 from tests.node.test_protocol import DIGEST, KEYS, MS, Wire
-from tests.node.test_shares import small_turns
 
 WAIT_MS = 100
 
@@ -80,24 +78,3 @@ def test_who_does_not_ask_to_follow_is_refused_at_once(node):
     assert granted([begin(node, 1, 1, wait_ms=0)]) == [REFUSED]
     request = wire.BeginPut(0, 7, 0, 0, KEYS[1:2].packed, KEYS[1:2].parent, wait_ms=WAIT_MS)
     assert granted([node.ask(1, request)]) == [REFUSED]
-
-
-def test_puts_that_wait_for_one_page_begin_in_turns_and_fewer_of_them_than_lookups():
-    """Each page of a put may have to make room; 128 of them are a turn of some milliseconds."""
-    made = Wire()
-    made.node = small_turns(20)
-    made.join(1)
-    made.join(2)
-    head, parent = KEYS[:1], KEYS[:1].packed
-    for number in range(1, 5):
-        keys = page_keys(range(12), 2, seed=b"%d" % number).packed
-        begin = wire.BeginPut(0, number, 0, 0, keys, parent, b"", WAIT_MS, follows=True)
-        assert made.ask(2, begin) is None
-
-    made.begin(1, head)
-
-    told = [len(made.answers(2))]
-    while made.node.unfinished:
-        made.node.go_on(made.now_ns)
-        told.append(len(made.answers(2)))
-    assert told == [1, 1, 1, 1], "six keys count as 24"

@@ -277,22 +277,6 @@ DiskJob = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """The end of one job; ``error`` None = success.
-
-    Attributes:
-        tokens: of a read: the tokens in the record; empty if it has none.
-        failed: of a sync or a seal: the segments that could not be synced, now or before; all other
-            writes that it covers are durable.
-    """
-
-    job: int
-    error: KVStoreError | None = None
-    tokens: bytes = b""
-    failed: tuple[int, ...] = ()
-
-
 DURABLES_MAX: Final = 1024
 """Maximum durable puts that wait for the disk, so that they do not pile up if it hangs."""
 

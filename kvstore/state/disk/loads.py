@@ -169,7 +169,6 @@ class DiskLoads:
         if error is not None:
             load.errors[number] = error
         if not load.left:
-            self._queue.turn.left -= len(load.slots)
             for at in range(0, len(load.keys), KEY_BYTES):
                 key = PrefixKey(load.keys[at : at + KEY_BYTES])
                 del self._by_page[load.space.number, load.shard, key]

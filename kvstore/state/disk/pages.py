@@ -60,6 +60,9 @@ from kvstore.state.tree.prefix_tree import PrefixTree
 
 BACKLOG_TURN: Final = 64
 """Maximum pages of the backlog that one turn examines."""
+EVICTED_TURN: Final = 256
+"""Maximum pages that one turn starts to write because their memory is needed, plus the rest of a
+run."""
 _FULL: Final = "the disk, or the space's quota of it, is full now; try later"
 
 
@@ -79,7 +82,6 @@ class DiskPages:
         acknowledged: durable puts and removals that ended.
         loads: loads of pages from disk.
         writes: writes of pages to disk.
-        turn: how much of this turn's work is done.
         unfinished: more can be written or acknowledged now, by :meth:`go_on`.
         exists: there is a disk; without one nothing is ever written, see :func:`no_disk`.
     """
@@ -93,13 +95,14 @@ class DiskPages:
         self.rules = rules
         self._queue = DiskQueue(memory.story)
         self.jobs, self.effects = self._queue.pending, self._queue.effects
-        self.turn = self._queue.turn
         self.acknowledged: list[Durable] = []
         self._durables: set[Durable] = set()
         self._memory = memory
         self._sync_failed = False
         self._now_ns = self._retry_ns = 0
         self.unfinished = False
+        #: Pages of which :meth:`before_eviction` began to write since the last :meth:`go_on`.
+        self._evicted = 0
         self._backlog = Backlog()
         self._syncs = Syncs(rules, self._queue)
         self.loads = DiskLoads(memory, log, self._queue)
@@ -121,8 +124,7 @@ class DiskPages:
     def busy(self) -> bool:
         """Whether memory or disk space will be freed without a further request."""
         buries = self.graves.waiting_keys and not self.degraded
-        spent = self.turn.left <= 0  # what waits for room finds some in the next turn, perhaps
-        return bool(self.writes or buries) or self._room_is_made or spent
+        return bool(self.writes or buries) or self._room_is_made
 
     @property
     def _room_is_made(self) -> bool:
@@ -191,15 +193,15 @@ class DiskPages:
             if self.degraded:
                 self._memory.counts["demotions_failed"] += min(pages, node.count)
                 continue
-            if self.is_full or self._queue.turn.left <= 0:
+            if self.is_full or self._evicted >= EVICTED_TURN:
                 return Verdict.FULL
             full, before = self._memory.counts["disk_full_pages"], self.writes.in_flight_bytes
             each = node.space.shards[shard].record_bytes
             room = max(1, (self.rules.in_flight_bytes_max - before) // each)
-            most = min(self._queue.turn.left, room)
+            most = min(EVICTED_TURN - self._evicted, room)
             self._write(node, shard, most=most)
             begun = (self.writes.in_flight_bytes - before) // each
-            self._queue.turn.left -= max(0, node.count - begun)  # it was looked at
+            self._evicted += max(begun, node.count)
             if self.writes.holds(node, shard) or begun >= most:
                 verdict = Verdict.WRITING  # the pages before it come first, if they are many
             elif self._memory.counts["disk_full_pages"] > full and self._room_is_made:
@@ -318,14 +320,13 @@ class DiskPages:
         self, node: PrefixNode, shard: int, durable: Durable | None = None,
         most: int = sys.maxsize,
     ) -> bool:  # fmt: skip
-        before = self._queue.turn.left
         begun = self.writes.begin(node, shard, self._now_ns, durable, most)
-        self._reclaimer.advance_reclaim(self._memory.moment.tick, before - self._queue.turn.left)
+        self._reclaimer.advance_reclaim(self._memory.moment.tick)
         return begun
 
     def _pump(self) -> None:
         """Write waiting pages up to the limit of bytes in progress, a part of them now."""
-        self.unfinished, left = False, max(1, min(BACKLOG_TURN, self._queue.turn.left))
+        self.unfinished, left = False, BACKLOG_TURN
         while self._backlog and not self.degraded and not self.is_full:
             if self._backlog.is_held(self.graves):
                 return  # they were taken out before they were stored again; that is not written yet
@@ -442,6 +443,7 @@ class DiskPages:
 
     def go_on(self) -> None:
         """Write and sync waiting pages, as far as possible now."""
+        self._evicted = 0
         self._end_durables()
         if not self.degraded:
             self.graves.write()

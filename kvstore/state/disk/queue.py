@@ -15,31 +15,8 @@ from kvstore.state.disk.jobs import (
 )
 from kvstore.state.tree.story import Story
 
-TURN_PAGES: Final = 128
-"""Pages of which one turn begins or ends jobs, settles writes and loads, or gives up records: the
-sum of all these, which what is one run may exceed. Each takes five to ten microseconds."""
 _RECORDED: Final = (DiskRead, DiskCheck, DiskCopy)
 """Jobs that are recorded in the story; a write is recorded when its first record starts."""
-
-
-class Turn:
-    """What the disk side has done in the present turn of the node's loop.
-
-    Attributes:
-        left: of :data:`TURN_PAGES`, what it may still do; below 0 = it has done more.
-    """
-
-    def __init__(self) -> None:
-        self.left = TURN_PAGES
-
-    def begin(self) -> None:
-        """The next turn begins: it may do as much again."""
-        self.left = TURN_PAGES
-
-    @property
-    def takes_more(self) -> bool:
-        """Whether it takes more ended jobs: half of it is for those who waited for them."""
-        return self.left > TURN_PAGES // 2
 
 
 class DiskQueue:
@@ -52,7 +29,6 @@ class DiskQueue:
         pending: jobs to carry out, in order; the tier removes them from the list.
         number: gives the number of the next job.
         effects: to be applied, in order; the page table removes them from the list.
-        turn: what of all this is done in one turn.
     """
 
     def __init__(self, story: Story) -> None:
@@ -60,7 +36,6 @@ class DiskQueue:
         self.effects: Final[list[DiskEffect]] = []
         self._story = story
         self.number: Final = count(1).__next__
-        self.turn: Final = Turn()
         #: Job number → job, and whose page it is of; all and only those under way.
         self._under_way: dict[int, tuple[DiskJob, RecordOf | None]] = {}
 
@@ -74,7 +49,6 @@ class DiskQueue:
         assert job.job not in self._under_way, "two jobs with one number"
         self._under_way[job.job] = job, of
         self.pending.append(job)
-        self.turn.left -= 1
         if isinstance(job, _RECORDED):
             self._tell("begun", job, of)
 
@@ -85,12 +59,10 @@ class DiskQueue:
             self._under_way[job.job] = job, of
         assert len(self._under_way) == before + len(jobs), "two jobs with one number"
         self.pending.extend(jobs)
-        self.turn.left -= len(jobs)
 
     def end(self, number: int, error: KVStoreError | None) -> tuple[DiskJob, RecordOf | None]:
         """The tier has ended a job; returns the job, and its page."""
         job, of = self._under_way.pop(number)
-        self.turn.left -= 1
         if not isinstance(job, DiskWrite) and isinstance(job, _RECORDED):
             self._tell("ended" if error is None else error.code, job, of)
         return job, of

@@ -38,14 +38,12 @@ class _Drain(Enum):
     DELETING = 4
 
 
-DROPS_MAX = 64
-"""Maximum pages removed at once: a millisecond or two. If a segment has more, some are removed each
+DROPS_MAX = 250
+"""Maximum pages removed at once: some milliseconds. If a segment has more, some are removed each
 tick."""
 DROPS_A_JOB = 8
-"""Pages that are removed with each job that starts or ends, and as many as a job writes, if these
-are more: so reclaiming keeps up with writes."""
-COPIES_MAX = 32
-"""Maximum pages that are being carried over; the next one begins when one of them has ended."""
+"""Pages that are removed with each job that starts or ends, so that reclaiming keeps up with
+writes."""
 GAIN_MIN: Final = 1 / 8
 """A segment is not reclaimed if less than this part of it, or less than a page, would be freed: it
 would only be copied again and again."""
@@ -121,8 +119,8 @@ class SegmentReclaimer:
             self._drop(self._victim, tick, DROPS_MAX)
         self.advance_reclaim(tick)
 
-    def advance_reclaim(self, tick: int, pages: int = 0) -> None:
-        """Do what is due now; ``pages`` were just begun to be written."""
+    def advance_reclaim(self, tick: int) -> None:
+        """Do what is due now."""
         for segment in self._log.full:
             if not segment.writing and not segment.sealing:
                 segment.sealing = True
@@ -130,9 +128,7 @@ class SegmentReclaimer:
         if self._victim is None:
             self.choosing = self._log.wants_reclaim and self._choose(tick)
         elif self._stage is _Drain.DROPPING:
-            self._drop(self._victim, tick, max(DROPS_A_JOB, pages))
-        elif self._stage is _Drain.COPYING:
-            self._copy_some(self._victim, tick)
+            self._drop(self._victim, tick, DROPS_A_JOB)
         if self._victim is not None and self._now_ns >= self._rests_until_ns:
             self._go_on(self._victim)
 
@@ -144,8 +140,7 @@ class SegmentReclaimer:
             return
         if self._stage is _Drain.DROPPING and not self._plan.drop:
             self._stage = _Drain.COPYING
-            self._plan.carry.sort(key=lambda part: part.depth, reverse=True)
-            self._copy_some(victim, tick)
+            self._copy(victim, sorted(self._plan.carry, key=lambda part: part.depth), tick)
         if self._now_ns >= self._rests_until_ns:
             self._go_on(victim)
 
@@ -248,14 +243,13 @@ class SegmentReclaimer:
 
     def _drop(self, victim: Segment, tick: int, limit: int) -> None:
         """Remove up to ``limit`` pages, last pages first; the others are copied afterwards."""
-        drop, left = self._plan.drop, min(limit, self._queue.turn.left)
+        drop, left = self._plan.drop, limit
         while drop and left > 0:
             part = drop.pop()
             if part.pages > left:
                 drop.append(part.cut(0, part.pages - left))
                 part = part.cut(part.pages - left, part.pages)
             left -= part.pages
-            self._queue.turn.left -= part.pages
             self._give_up(victim, part)
         if not self._losing:
             self.resume(tick)
@@ -287,15 +281,8 @@ class SegmentReclaimer:
         self._losing = True
         self._queue.effects.append(LeftDisk(space, shard, keys, "reclaimed"))
 
-    def _copy_some(self, victim: Segment, tick: int) -> None:
-        """Begin to carry over the next pages, those with the shortest prefixes first."""
-        carry = self._plan.carry
-        while carry and (most := COPIES_MAX - self._copies) > 0:
-            part = carry.pop()
-            if part.pages > most:
-                carry.append(part.cut(most, part.pages))
-                part = part.cut(0, most)
-            assert 0 < part.pages <= most
+    def _copy(self, victim: Segment, carry: list[Part], tick: int) -> None:
+        for part in carry:
             for number in range(part.pages):
                 found = self._there(victim, part, number)
                 if found is not None:
@@ -327,7 +314,7 @@ class SegmentReclaimer:
         return node, node.position(key)
 
     def _go_on(self, victim: Segment) -> None:
-        if self._stage is _Drain.COPYING and not (self._copies or self._plan.carry):
+        if self._stage is _Drain.COPYING and not self._copies:
             self._stage = _Drain.SYNCING
             self._sync = self._queue.number()
             self._queue.submit(DiskSync(self._sync))

@@ -282,7 +282,6 @@ class Writes:
         """Its pages are on disk, if their records are written and the preceding page is on disk."""
         self._under_way.remove(write)
         shard, at, pages = write.shard, 0, len(write.slots)
-        self._queue.turn.left -= pages
         left = CapacityError("the page left the store meanwhile")
         error: KVStoreError | None = next(iter(write.errors.values()), None)
         while at < pages:

@@ -8,10 +8,9 @@ the middle of a change.
 
 from collections.abc import Iterable, Sequence
 
-from kvstore.protocol.errors import PageCorrupt
+from kvstore.protocol.errors import KVStoreError, PageCorrupt
 from kvstore.protocol.page import DIGEST_BYTES, KEY_BYTES, PrefixKey
 from kvstore.state.disk.jobs import (
-    Completion,
     CorruptRecord,
     DiskEffect,
     Durable,
@@ -37,30 +36,30 @@ class Tiers:
     def __init__(self, residents: Residents) -> None:
         self._held = residents
 
-    def completed(self, ended: Iterable[Completion]) -> bool:
-        """Process the ends of jobs; see :meth:`kvstore.state.disk.pages.DiskPages.completed`.
+    def completed(
+        self, job: int, error: KVStoreError | None, tokens: bytes = b"",
+        failed: tuple[int, ...] = (),
+    ) -> bool:  # fmt: skip
+        """Process the end of a job; see :meth:`kvstore.state.disk.pages.DiskPages.completed`.
 
         Returns:
             whether there may be more room than before.
         """
-        more = False
-        for one in ended:
-            more |= self._held.disk.completed(one.job, one.error, one.tokens, one.failed)
-            apply_effects(self._held)
-        self._go_on()
+        more = self._held.disk.completed(job, error, tokens, failed)
+        apply_effects(self._held)
+        self.go_on()
         return more
 
     def go_on(self) -> None:
-        """End a turn: write, sync and check pending pages, as far as it still may."""
-        self._go_on()
-        self._held.disk.turn.begin()
+        """Write, sync and check pending pages, as far as possible now."""
+        self._held.disk.go_on()
+        apply_effects(self._held)
 
     def advance(self, now_ns: int) -> None:
-        """Advance the clock to ``now_ns``, in a turn of its own."""
-        self._held.disk.turn.begin()
+        """Advance the clock to ``now_ns``."""
         self._held.disk.advance(now_ns)
         apply_effects(self._held)
-        self._go_on()
+        self.go_on()
 
     def make_durable(self, nodes: Sequence[PrefixNode], shard: int) -> Durable:
         """See :meth:`kvstore.state.disk.pages.DiskPages.make_durable`."""
@@ -92,10 +91,6 @@ class Tiers:
         kept = self._held.disk.limits.shrink(space, pages_max)
         apply_effects(self._held)
         return kept
-
-    def _go_on(self) -> None:
-        self._held.disk.go_on()
-        apply_effects(self._held)
 
 
 def apply_effects(held: Residents) -> None:

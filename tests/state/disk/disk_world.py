@@ -7,7 +7,6 @@ from typing import Any, cast
 from kvstore.protocol.errors import TierUnavailable
 from kvstore.state.choice.admission import Admission
 from kvstore.state.disk.jobs import (
-    Completion,
     DiskJob,
     DiskRules,
     DiskWrite,
@@ -43,9 +42,7 @@ class Applied:
 
     def __getattr__(self, name: str) -> Any:
         tiers = self._table.tiers
-        if name == "completed":
-            return self._completed
-        if name in ("advance", "go_on", "make_durable", "ensure_written"):
+        if name in ("completed", "advance", "go_on", "make_durable", "ensure_written"):
             return getattr(tiers, name)
         found = getattr(self._disk, name)
         if not inspect.ismethod(found) and not type(found).__name__.startswith("builtin"):
@@ -58,11 +55,6 @@ class Applied:
                 apply_effects(self._table.residents)
 
         return called
-
-    def _completed(self, *ended: Any) -> bool:
-        more = self._table.tiers.completed([Completion(*ended)])
-        self._table.tiers.go_on()
-        return more
 
 
 class DiskWorld(World):
@@ -98,8 +90,7 @@ class DiskWorld(World):
     ) -> None:
         """``failed``: segments that the job could not sync."""
         del self.open[job.job]
-        self.table.tiers.completed([Completion(job.job, error, failed=failed)])
-        self.table.tiers.go_on()
+        self.table.tiers.completed(job.job, error, failed=failed)
         check(self.table)
 
     def end_all(self) -> None:
@@ -141,5 +132,4 @@ def flood(world: DiskWorld, pages: int = 16) -> None:
         while world.store(world.me, world.mine, path) != [PageStatus.GRANTED]:
             assert world.disk.busy
             world.end_all()
-            world.disk.go_on()  # the turn ends
         world.end_all()

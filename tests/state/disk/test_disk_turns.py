@@ -2,10 +2,9 @@
 
 import pytest
 
-from kvstore.state.disk.jobs import Completion, DiskJob, DiskRead, DiskSync, DiskWrite
+from kvstore.state.disk.jobs import DiskJob, DiskRead, DiskSync, DiskWrite
 from kvstore.state.disk.loads import LOADS_TURN
-from kvstore.state.disk.pages import BACKLOG_TURN
-from kvstore.state.disk.queue import TURN_PAGES
+from kvstore.state.disk.pages import BACKLOG_TURN, EVICTED_TURN
 from kvstore.state.disk.syncs import DURABLES_PAGES, DURABLES_STEP
 from kvstore.state.table.choosing import SPILL_WRITES
 from kvstore.state.table.invariants import check
@@ -107,60 +106,27 @@ def test_of_a_prompt_as_many_pages_are_chosen_at_once_as_must_go(*, in_memory):
     assert world.lookup(world.mine, "abcd")[0] == (4 if in_memory else 1)
 
 
-def test_after_many_jobs_that_end_in_one_turn_the_disk_goes_on_once():
-    """Each of them would begin as many writes of what waits as a turn does."""
-    world = DiskWorld(write="through", extents=200)
-    world.store(world.me, world.mine, "a" * (10 * BACKLOG_TURN))
-    ending = world.jobs(DiskWrite)[: BACKLOG_TURN // 2]
-    assert len(ending) > 10
-
-    world.table.tiers.completed([Completion(job.job) for job in ending])
-
-    assert len(world.jobs(DiskWrite)) <= 2 * BACKLOG_TURN
-
-
-def test_what_ends_in_a_turn_and_what_begins_in_it_share_its_limit():
-    world = DiskWorld(write="back", extents=TURN_PAGES // 2)
-    for at in range(TURN_PAGES // 2):
-        world.store(world.me, world.mine, chr(0x1000 + at) * 4)
-    world.store(world.me, world.mine, "b" * 500)
-    ended = world.jobs(DiskWrite)
-    assert len(ended) == TURN_PAGES
-    world.open.clear()
-    world.disk.go_on()
-
-    world.table.tiers.completed([Completion(job.job) for job in ended])
-    assert not world.disk.turn.takes_more
-    statuses = world.store(world.me, world.mine, "c" * 500)
-
-    assert statuses.count(PageStatus.GRANTED) == TURN_PAGES, "there is room for these"
-    assert world.jobs(DiskWrite) == [], "and others are written in the next turn"
-    world.disk.go_on()
-    world.store(world.me, world.mine, "d" * 500)
-    assert len(world.jobs(DiskWrite)) == TURN_PAGES
-
-
 def test_a_full_node_begins_few_writes_for_one_put_and_more_in_the_next_turn():
-    world = DiskWorld(write="back", extents=TURN_PAGES // 2)
-    for at in range(TURN_PAGES // 2):
+    world = DiskWorld(write="back", extents=EVICTED_TURN // 2)
+    for at in range(EVICTED_TURN // 2):
         world.store(world.me, world.mine, chr(0x1000 + at) * 4)
-    new = "b" * (TURN_PAGES + 100)
+    new = "b" * (EVICTED_TURN + 100)
 
     statuses = world.store(world.me, world.mine, new)
 
     assert statuses[0] == PageStatus.NO_ROOM
-    assert len(world.jobs(DiskWrite)) == TURN_PAGES
+    assert len(world.jobs(DiskWrite)) == EVICTED_TURN
     world.store(world.me, world.mine, new)
-    assert len(world.jobs(DiskWrite)) == TURN_PAGES, "that is the same turn"
+    assert len(world.jobs(DiskWrite)) == EVICTED_TURN, "that is the same turn"
     world.disk.go_on()
     world.store(world.me, world.mine, new)
-    assert len(world.jobs(DiskWrite)) == 2 * TURN_PAGES
+    assert len(world.jobs(DiskWrite)) == 2 * EVICTED_TURN
 
 
 def full_of_a_long_prompt(in_flight_max: int = 1 << 30) -> tuple[DiskWorld, str]:
     """Memory is full of a prompt of which nothing is on disk, and of one other page."""
-    world = DiskWorld("back", extents=TURN_PAGES, segments=40, in_flight_max=in_flight_max)
-    path = "a" * (4 * TURN_PAGES - 1)
+    world = DiskWorld("back", extents=EVICTED_TURN, segments=40, in_flight_max=in_flight_max)
+    path = "a" * (4 * EVICTED_TURN - 1)
     assert world.store(world.me, world.mine, path)[-1] == PageStatus.GRANTED
     assert world.store(world.me, world.mine, "z") == [PageStatus.GRANTED]
     return world, path
@@ -172,7 +138,7 @@ def test_a_victim_behind_many_unwritten_pages_begins_few_writes_in_a_turn():
     statuses = world.store(world.me, world.mine, "b" * 200)
 
     assert statuses[0] == PageStatus.NO_ROOM
-    assert 0 < len(world.jobs(DiskWrite)) <= TURN_PAGES + RUN_PAGES_MAX
+    assert 0 < len(world.jobs(DiskWrite)) <= EVICTED_TURN + RUN_PAGES_MAX
     check(world.table)
     turns = 0
     while world.store(world.me, world.mine, "b") != [PageStatus.GRANTED]:
@@ -180,10 +146,10 @@ def test_a_victim_behind_many_unwritten_pages_begins_few_writes_in_a_turn():
         before = len(world.jobs(DiskWrite))
         world.disk.go_on()
         world.table.residents.offer_more(64)
-        assert len(world.jobs(DiskWrite)) - before <= TURN_PAGES + RUN_PAGES_MAX
+        assert len(world.jobs(DiskWrite)) - before <= EVICTED_TURN + RUN_PAGES_MAX
         for job in world.jobs(DiskJob) if turns % 2 else ():
             del world.open[job.job]
-            world.table.tiers.completed([Completion(job.job)])
+            world.table.tiers.completed(job.job, None)
         check(world.table)
         turns += 1
         assert turns < 100
@@ -226,7 +192,7 @@ def test_durable_puts_that_one_sync_ends_are_acknowledged_in_turns():
 
     world.end_job(second)
 
-    assert sum(one.ended for one in durables) <= 1 + 4 * DURABLES_STEP < len(paths)
+    assert sum(one.ended for one in durables) <= 1 + 3 * DURABLES_STEP < len(paths)
     assert world.disk.unfinished
     assert not world.disk.settled
     for _ in range(5):
@@ -249,7 +215,7 @@ def test_durable_puts_of_many_pages_are_acknowledged_in_turns_by_their_pages():
                 world.disk.go_on()
             else:
                 del world.open[job.job]
-                world.table.tiers.completed([Completion(job.job)])
+                world.table.tiers.completed(job.job, None)
             before, ended = ended, sum(one.ended for one in durables)
             most = max(most, 150 * (ended - before))
     assert most <= 2 * (DURABLES_PAGES + 150), "two steps"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvstore.state.disk.jobs import Completion, DiskJob
+from kvstore.state.disk.jobs import DiskJob
 from kvstore.state.tree.node import PrefixNode
 from tests.state.disk.disk_world import DiskWorld
 from tests.state.world import key
@@ -19,7 +19,7 @@ def test_a_page_dropped_from_a_chain_on_disk_costs_no_walk_to_its_start(
     while world.disk.unfinished or world.jobs(DiskJob):
         for job in world.jobs(DiskJob):
             del world.open[job.job]
-            world.table.tiers.completed([Completion(job.job)])
+            world.table.tiers.completed(job.job, None)
     for node in list(world.mine.nodes.values())[::-1]:
         assert world.table.residents.release_memory(node)
     looks = 0

@@ -80,65 +80,6 @@ def test_a_segment_is_given_up_as_fast_as_pages_are_written(monkeypatch):
     assert counts["reclaimed_pages"] == before + 1, "no time has passed, but a write began"
 
 
-def test_a_turn_that_has_done_its_part_gives_up_no_more_pages(monkeypatch):
-    monkeypatch.setattr(keeper, "DROPS_A_JOB", 2)
-    world = LimitedWorld(segments=6)
-    begin_reclaim(world)
-    counts, before = world.table.counts, world.table.counts["reclaimed_pages"]
-    world.disk.turn.left = 1
-
-    world.store(world.me, world.mine, chr(next(world.letters)))
-
-    assert world.jobs(DiskJob), "it is being written"
-    assert counts["reclaimed_pages"] == before
-    world.disk.advance(1)
-    assert counts["reclaimed_pages"] > before
-
-
-def test_as_many_pages_are_given_up_as_one_job_writes(monkeypatch):
-    monkeypatch.setattr(keeper, "DROPS_MAX", 0)
-    monkeypatch.setattr(keeper, "DROPS_A_JOB", 0)
-    world = LimitedWorld(write="back", extents=20, segments=8)
-    while not any(one.state is SegmentState.DRAINING for one in world.disk.log.segments.values()):
-        path = chr(next(world.letters)) * 6
-        world.store(world.me, world.mine, path)
-        world.persist(path)
-        world.end_all()
-    world.store(world.me, world.mine, "new")
-    before = world.table.counts["reclaimed_pages"]
-
-    world.persist("new")
-
-    assert world.table.counts["reclaimed_pages"] - before == len("new")
-
-
-def test_pages_are_carried_over_a_few_at_a_time(monkeypatch):
-    """They may be half of a segment: all at once would be one turn of tens of milliseconds."""
-    monkeypatch.setattr(keeper, "COPIES_MAX", 2)
-    world = LimitedWorld(segments=6)
-    first = [chr(next(world.letters)) for _ in range(7)]
-    for path in first:
-        world.put(path)
-    oldest = world.node(first[0]).place(0).segment
-    carried = [path for path in first if world.node(path).place(0).segment == oldest]
-    for path in carried[:3]:
-        world.table.keeping.pin(world.mine, key(path), 0, "ssd")
-    most = 0
-    for at in range(1, 200):
-        world.store(world.me, world.other, chr(next(world.letters)))
-        while jobs := world.jobs(DiskJob):
-            most = max(most, len(world.jobs(DiskCopy)))
-            world.end_job(jobs[0])
-        world.disk.advance(at)
-        if oldest not in world.disk.log.segments:
-            break
-
-    assert most == 2
-    assert oldest not in world.disk.log.segments
-    assert world.there(*carried[:3]) == [True] * 3
-    assert world.table.counts["carried_pages"] >= 3
-
-
 def test_one_message_that_keeps_many_pages_is_one_write_and_gives_up_few(monkeypatch):
     """Each page would begin a write of its own, and give up as many pages as a job does."""
     monkeypatch.setattr(keeper, "DROPS_A_JOB", 0)

@@ -130,7 +130,7 @@ class History:
 
     def _end_job(self, number: int, *, fails: bool = False) -> None:
         ended = self.disk.end(number, fails=fails)
-        self.table.tiers.completed([ended])
+        self.table.tiers.completed(ended.job, ended.error, ended.tokens, ended.failed)
         self._go_on()
 
     def end_jobs(self, chance: Random) -> None:

@@ -8,7 +8,7 @@ from kvstore.protocol.page import KEY_BYTES
 from kvstore.state.choice.admission import Admission
 from kvstore.state.choice.eviction import GRACE_NS, REPLICA_AGES
 from kvstore.state.choice.sources import SOURCES_MAX, Sources
-from kvstore.state.disk.jobs import Completion, DiskRead, DiskRules, SyncPolicy, WritePolicy
+from kvstore.state.disk.jobs import DiskRead, DiskRules, SyncPolicy, WritePolicy
 from kvstore.state.disk.log import SegmentLog
 from kvstore.state.disk.pages import DiskPages
 from kvstore.state.remote import pages
@@ -233,7 +233,7 @@ def test_a_run_that_is_partly_on_disk_and_partly_at_a_peer_waits_for_both(world,
     world.store(engine, "ab")
     world.ask(engine, wire.Persist(3, 0, 0, b"".join(chain("ab")), 1000))
     while disk.jobs:
-        world.node.disk_completed([Completion(disk.jobs.pop(0).job)], world.now_ns)
+        world.node.disk_completed(disk.jobs.pop(0).job, None, world.now_ns)
     world.desk.flush()
     assert isinstance(world.answer(engine), wire.Persisted)
     for path in ("ab", "a"):
@@ -248,7 +248,7 @@ def test_a_run_that_is_partly_on_disk_and_partly_at_a_peer_waits_for_both(world,
         if source == "peer":
             world.end(world.read())
         for job in loads if source == "disk" else ():
-            world.node.disk_completed([Completion(job.job)], world.now_ns)
+            world.node.disk_completed(job.job, None, world.now_ns)
         world.desk.flush()
 
     assert leased(world.answer(engine)) == 4

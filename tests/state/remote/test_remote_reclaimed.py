@@ -1,14 +1,7 @@
 """Goal: pages from peers are dropped with a head that was only on disk, whenever that is lost."""
 
 from kvstore.state.choice.admission import Admission
-from kvstore.state.disk.jobs import (
-    Completion,
-    DiskRules,
-    DiskWrite,
-    LeftDisk,
-    SyncPolicy,
-    WritePolicy,
-)
+from kvstore.state.disk.jobs import DiskRules, DiskWrite, LeftDisk, SyncPolicy, WritePolicy
 from kvstore.state.disk.log import SegmentLog
 from kvstore.state.disk.pages import DiskPages
 from tests.state.remote.remote_world import RemoteWorld, leased
@@ -26,7 +19,7 @@ def test_pages_whose_head_is_reclaimed_when_they_are_written_to_disk_are_fetched
     world.store(engine, "a")
     (write,) = [job for job in disk.jobs if isinstance(job, DiskWrite)]
     disk.jobs.clear()
-    world.table.tiers.completed([Completion(write.job)])
+    world.table.tiers.completed(write.job, None)
     (key,) = chain("a")
     head = world.space.nodes[key]
     assert residents.release_memory(head), "it is only on disk"
@@ -46,7 +39,7 @@ def test_pages_whose_head_is_reclaimed_when_they_are_written_to_disk_are_fetched
     world.end(again)
     assert leased(world.answer(engine)) == 2
     for write in [job for job in disk.jobs if isinstance(job, DiskWrite)]:
-        world.table.tiers.completed([Completion(write.job)])
+        world.table.tiers.completed(write.job, None)
     world.release(engine)
     world.check()
     world.check_nothing_held()
