@@ -409,10 +409,10 @@ class Loader:
         leased = self._ask(opened, keys, shard, lease)
         if not leased.more:
             return leased
+        # Otherwise it would count towards the quota twice, and pages that are read once as read.
+        link.send(wire.Release(lease, read=False), opened.epoch)
         if not may_wait:
             raise MustWaitError
-        # Otherwise it would count towards the quota twice.
-        link.send(wire.Release(lease, read=False), opened.epoch)
 
         def again() -> None:
             nonlocal leased

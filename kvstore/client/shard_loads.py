@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -56,6 +57,8 @@ class ShardLoader(Loader):
         size = len(keys) * sum(self._pages[shard].page_bytes for _, shard in parts)
         alone = len(parts) < 2 or order == "segment" or size > TOGETHER_BYTES_MAX
         alone = alone or self._resources.promotion is not None
+        share = sum(1.0 / space.batch_pages(shard) for _, shard in parts)
+        alone = alone or share > 1.0  # a page of all shards is more than may be leased at a time
         if alone or any(pool.device != "cpu" for pool, _ in parts):
             return [
                 space.restore_to_kvpool(keys, pool, blocks, shard, order) for pool, shard in parts
@@ -64,8 +67,7 @@ class ShardLoader(Loader):
             ShardTarget(pool.pieces(blocks, self._pages[shard].page_bytes, len(keys)), shard)
             for pool, shard in parts
         ]
-        share = sum(1.0 / space.batch_pages(shard) for _, shard in parts)
-        return [self._together(keys, targets, max(1, int(1.0 / share)))]
+        return [self._together(keys, targets, int(1.0 / share))]
 
     def _together(
         self, keys: PrefixKeys, targets: Sequence[ShardTarget], at_once: int
@@ -85,8 +87,9 @@ class ShardLoader(Loader):
             nonlocal runs
             state.may_wait = runs > 0  # the second time, it is on a thread that may wait
             runs += 1
-            if state.may_wait:
-                self._warm_shards(keys[state.loaded : state.loaded + at_once], targets[1:])
+            if state.may_wait and not progress.cancelled:
+                part = keys[state.loaded : state.loaded + at_once]
+                self._warm_shards(part, targets[1:], progress)
             began, waits, before = perf_counter(), self._resources.waits, state.loaded
             self._load_shards(keys, targets, progress, at_once, state)
             if self._resources.waits == waits:
@@ -99,13 +102,17 @@ class ShardLoader(Loader):
         resources = self._resources
         return RestoreJob(resources.loads, run, progress, layered=False, slow=resources.slow_loads)
 
-    def _warm_shards(self, keys: PrefixKeys, targets: Sequence[ShardTarget]) -> None:
+    def _warm_shards(
+        self, keys: PrefixKeys, targets: Sequence[ShardTarget], progress: mover.Progress
+    ) -> None:
         """Let the node begin to bring these pages to memory; what fails is tried again later."""
+
+        def warm(shard: int) -> None:
+            if not progress.cancelled:
+                self.warm(keys, shard, lambda: None)
+
         for _, shard in targets:
-            StoreJob(
-                self._resources.slow_loads,
-                lambda shard=shard: self.warm(keys, shard, lambda: None),  # type: ignore[misc]
-            )
+            StoreJob(self._resources.slow_loads, partial(warm, shard))
 
     def _load_shards(
         self, keys: PrefixKeys, targets: Sequence[ShardTarget], progress: mover.Progress,
@@ -151,6 +158,8 @@ class ShardLoader(Loader):
             answers = self._answers(opened, keys, parts, leases, may_wait=may_wait)
             for part, answer in zip(parts, answers, strict=True):
                 count = min(count, self._copy(opened, memory, answer, keys, part, progress))
+                if not count or progress.cancelled:  # the other shards need not be waited for
+                    return 0
             for release in releases:
                 release.read = True
         return count

@@ -1,3 +1,3 @@
 """The tiers: host memory, the SSD log, devices."""
 
-__all__ = ["directories", "disk", "gpu", "host", "lane", "slab", "ssd", "stale", "vectored"]
+__all__ = ["base", "directories", "disk", "gpu", "host", "lane", "slab", "ssd", "stale", "vectored"]

@@ -7,6 +7,7 @@ import pytest
 
 from kvstore.client import shard_loads
 from kvstore.client.exchange import Connection
+from kvstore.client.loads import Loader
 from kvstore.client.results import PutResult
 from kvstore.client.shard_loads import ShardLoader
 from kvstore.client.store import KVStore
@@ -275,6 +276,67 @@ def test_pages_on_disk_are_brought_to_memory_for_all_shards(tmp_path):
         assert store._resources.waits > 0
         assert store.stats()["leases"] == 0
         assert restored(space, keys, pools, np.arange(6)) == wrote
+
+
+def test_a_cancelled_load_waits_for_no_further_shard(tmp_path, monkeypatch):
+    def opened() -> KVStore:
+        return KVStore.open(
+            4 << 20, extent_bytes=1 << 20, ssd_directories=[tmp_path],
+            ssd_capacity_bytes=64 << 20, sync="always",
+        )  # fmt: skip
+
+    with opened() as store:
+        space, keys, _, pools = stored(store, 2, model="on disk")
+        for shard in range(3):
+            space.persist(keys, shard)
+    asked: list[int] = []
+    acquire = ShardLoader.acquire
+
+    def counted(self: Any, opened: Any, keys: Any, shard: int, *rest: Any, **more: Any) -> Any:
+        asked.append(shard)
+        return acquire(self, opened, keys, shard, *rest, **more)
+
+    def cancels(self: Any, *arguments: Any) -> int:
+        arguments[-1].cancel()
+        return 1
+
+    monkeypatch.setattr(ShardLoader, "acquire", counted)
+    monkeypatch.setattr(ShardLoader, "_copy", cancels)
+    with opened() as store:
+        space = open_space(store, *HEADS, model="on disk")
+        assert restored(space, keys, pools, np.arange(2)) == [[], [], []]
+    assert asked == [0]
+
+
+def test_pages_of_which_one_is_too_large_together_are_loaded_apart(daemon, monkeypatch):
+    with daemon.connect() as store:
+        space, keys, _, pools = stored(store, 2)
+        monkeypatch.setattr("kvstore.client.space.BATCH_BYTES", sum(space.page_bytes) - 1)
+        parts = [(pool.kvpool, shard) for shard, pool in enumerate(pools)]
+        jobs = space.restore_shards(keys, np.arange(2), parts)
+        assert [job.result(TIMEOUT_S).pages for job in jobs] == [2, 2, 2]
+
+
+def test_pages_that_are_read_once_stay_if_a_load_has_to_go_elsewhere(daemon, monkeypatch):
+    with daemon.connect() as store:
+        space = open_space(store, *HEADS)
+        keys, pool = new_keys(space, 2), Pool(4, space.page_bytes[0] // 4, 8)
+        wrote = content(2, space.page_bytes[0], 1)
+        space.put(keys, wrote, read_once=True)
+        ask, asked = Loader._ask, []
+
+        def more_are_on_disk(self: Any, *arguments: Any) -> wire.Acquired:
+            asked.append(arguments)
+            answer = ask(self, *arguments)
+            answer.more = int(len(asked) == 1)
+            return answer
+
+        monkeypatch.setattr(Loader, "_ask", more_are_on_disk)
+        job = space.restore_to_kvpool(keys, pool.kvpool, np.arange(2))
+
+        assert job.result(TIMEOUT_S).pages == 2
+        assert len(asked) == 2
+        assert space.lookup(keys).pages == 0
 
 
 def test_a_load_of_a_node_that_is_away_is_a_miss(own_daemon, wait_until):

@@ -184,9 +184,8 @@ class DiskPages:
             if not self.writes.is_dirty(node, shard):
                 continue
             if refused:
-                going = min(pages, node.count)
-                self.admission.refuse(going)
-                self._memory.counts["not_admitted_pages"] += going
+                self.admission.refuse(min(pages, node.count))
+                self._memory.counts["not_admitted_pages"] += min(pages, node.count)
                 continue
             if self.rules.write is WritePolicy.SELECTIVE and not node.uses:
                 continue

@@ -420,15 +420,13 @@ class PageTable:
         """Grant slots to the leading pages of ``keys`` that are missing.
 
         Returns:
-            how many were granted; and why the next page is not, None if it is there or there is
-            none.
+            how many; and why the next page is not granted, None if it is there or there is none.
         """
         space, shard = put.space, put.shard
         slot_bytes = space.shards[shard].slot_bytes
         new = new_pages(space, shard, keys, parent)
         count, refusal, head = new.pages, new.refusal, new.head or space.node_of(parent)
-        if new.contradicts:
-            self.counts["contradicting_pages"] += 1
+        self.counts["contradicting_pages"] += new.contradicts
         admitted = process.session.free_bytes // slot_bytes
         if count > admitted:
             count, refusal = admitted, NO_ROOM

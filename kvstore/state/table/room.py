@@ -128,11 +128,10 @@ class Room:
         """
         held, asked = self._held, plan.asked
         for victim in plan.victims:
-            node, pages = victim.node, victim.pages
-            assert is_live(node), node
-            assert not node.children_in_memory, ("pages in memory would not be reached", node)
-            held.disk.before_eviction(node, pages)
-            held.evict(node, pages)
+            assert is_live(victim.node), victim.node
+            assert not victim.node.children_in_memory, ("pages there are not reached", victim.node)
+            held.disk.before_eviction(victim.node, victim.pages)
+            held.evict(victim.node, victim.pages)
         if asked is not None and not plan.drain:
             verdict = self._verdict(asked.node, asked.pages)
             if verdict is not EVICT:
