@@ -340,18 +340,20 @@ class WorkerSide:
             for _, job in oldest.parts:
                 job.wait(max(0.0, until - self.clock()))
 
+    def _ends(self, loading: _Loading, until: float) -> bool:
+        """Whether all jobs of a load have ended, or do by ``until``."""
+        return all(job.wait(max(0.0, until - self.clock())) for _, job in loading.parts)
+
     def _poll_load(self, loading: _Loading, outcome: StepOutcome) -> None:
-        load = loading.load
-        left_s = loading.deadline - self.clock()
+        load, now = loading.load, self.clock()
         # A layer-wise load ends with its step: its last layer is loaded by now.
-        wait_s = max(0.0, left_s) if load.layerwise else 0.0
-        ended = all(job.wait(wait_s) for _, job in loading.parts)
-        if not ended and not loading.late and (load.layerwise or left_s <= 0):
+        ended = self._ends(loading, loading.deadline if load.layerwise else now)
+        if not ended and not loading.late and (load.layerwise or loading.deadline <= now):
             for _, job in loading.parts:
                 job.cancel()
             if load.layerwise:
                 # The engine has used these blocks: nothing may be written to them after this.
-                ended = all(job.wait(_END_TIMEOUT_S) for _, job in loading.parts)
+                ended = self._ends(loading, self.clock() + _END_TIMEOUT_S)
                 if not ended:
                     self.opening.log.error(
                         "a cancelled load has not ended after %.0f s", _END_TIMEOUT_S

@@ -67,7 +67,7 @@ class Machine(FakeStore):
         super().__init__()
         self.now = 10.0
         self.jobs: list[Job] = []
-        self.ends_after_s = 0.0
+        self.ends_after_s, self.jobs_each = 0.0, 1
         opening = Opening(self, IDENTITY, [SHARD], lambda: self.now)
         pool = SimpleNamespace(device=device)
         held = [ShardMemory(pool, at) for at in range(shards)]
@@ -75,8 +75,8 @@ class Machine(FakeStore):
         self.side = WorkerSide(opening, [memory], lambda: self.now, steps_ahead)
 
     def restore_shards(self, *arguments: Any) -> list[Job]:
-        self.jobs.append(Job(self, self.ends_after_s))
-        return self.jobs[-1:]
+        self.jobs += [Job(self, self.ends_after_s) for _ in range(self.jobs_each)]
+        return self.jobs[-self.jobs_each :]
 
     def load(
         self, number: int, ends_after_s: float, wait_s: float = 1.0, *, layerwise: bool = False
@@ -186,6 +186,17 @@ def test_layers_that_come_in_time_make_a_valid_load():
 
     assert not outcome.invalid_blocks
     assert outcome.report.ended[1].pages == 2
+
+
+def test_a_step_waits_for_all_jobs_of_a_layerwise_load_together_until_its_deadline():
+    machine = Machine()
+    machine.jobs_each = 3
+    machine.load(1, ends_after_s=0.09, wait_s=0.1, layerwise=True)
+
+    machine.side.poll()
+
+    assert machine.now == pytest.approx(10.1)
+    assert all(job.cancelled for job in machine.jobs)
 
 
 def test_a_layerwise_load_that_does_not_end_is_invalid_in_the_step_it_was_for():
