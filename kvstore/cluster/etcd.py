@@ -32,7 +32,7 @@ from kvstore.protocol.errors import (
 _OPTIONS: Final = [
     ("grpc.enable_http_proxy", 0),  # no variable of the environment leads elsewhere
     ("grpc.use_local_subchannel_pool", 1),  # a new channel waits for no pause of an older one
-    ("grpc.max_receive_message_length", 16 << 20),
+    ("grpc.max_receive_message_length", RECORDS_MAX * (RECORD_BYTES_MAX + 1024)),
 ]
 _LOGIN_TEXTS: Final = ("authentication", "user name is empty", "permission denied")
 """Parts of etcd's answers when it rejects a login; status codes do not distinguish that from
