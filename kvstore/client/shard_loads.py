@@ -158,10 +158,10 @@ class ShardLoader(Loader):
             answers = self._answers(opened, keys, parts, leases, may_wait=may_wait)
             for part, answer in zip(parts, answers, strict=True):
                 count = min(count, self._copy(opened, memory, answer, keys, part, progress))
-                if not count or progress.cancelled:  # the other shards need not be waited for
+                if progress.cancelled:  # the other shards need not be waited for
                     return 0
             for release in releases:
-                release.read = True
+                release.read = count > 0
         return count
 
     def _answers(

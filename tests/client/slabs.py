@@ -33,9 +33,9 @@ def loaded_bytes(store: KVStore) -> int:
     return store.stats()["counts"].get("loaded_bytes", 0)
 
 
-def host_byte(store: KVStore, space: Space, keys: PrefixKeys, index: int):
+def host_byte(store: KVStore, space: Space, keys: PrefixKeys, index: int, shard: int = 0):
     lease = 1 << 40
-    leased = space._loads.acquire(space.numbers(), keys, 0, lease, may_wait=True)
+    leased = space._loads.acquire(space.numbers(), keys, shard, lease, may_wait=True)
     with store._link.moving() as memory:
         address = int(memory.locate(leased.addresses, SIZE, write=True)[index])
     store._link.send(wire.Release(lease))

@@ -236,6 +236,19 @@ def test_a_damaged_page_of_one_shard_ends_the_load_there_and_is_gone(daemon):
         assert space.lookup(keys).pages == 1
 
 
+def test_a_damaged_page_of_each_shard_is_found_by_one_load(daemon):
+    with daemon.connect() as store:
+        space, keys, wrote, pools = stored(store, 2)
+        for shard in range(3):
+            host_byte(store, space, keys, 0, shard).value ^= 1
+        assert restored(space, keys, pools, np.arange(2)) == [[], [], []]
+        assert store.troubles == {"corrupt": 3}
+
+        for shard in range(3):
+            space.put(keys, content(2, space.page_bytes[0], shard), shard)
+        assert restored(space, keys, pools, np.arange(2)) == wrote
+
+
 def test_pages_that_are_read_once_stay_until_all_shards_have_them(daemon, monkeypatch):
     with daemon.connect() as store:
         space = open_space(store, *HEADS)

@@ -170,17 +170,21 @@ def _no_verification() -> None:
 
 
 def _failing_loads() -> None:
-    """Every second load finds nothing."""
-    import kvstore.client.space
+    """Every second load finds half of its pages."""
+    from kvstore.client.shard_loads import ShardLoader
+    from kvstore.client.space import Space
 
-    real = kvstore.client.space.Space.load_pieces
     calls = iter(range(1 << 30))
 
-    def load(self: Any, *arguments: Any) -> int:
-        pages = real(self, *arguments)
-        return pages // 2 if next(calls) % 2 == 0 else pages
+    def failing(real: Any) -> Any:
+        def load(self: Any, *arguments: Any, **more: Any) -> int:
+            pages: int = real(self, *arguments, **more)
+            return pages // 2 if next(calls) % 2 == 0 else pages
 
-    kvstore.client.space.Space.load_pieces = load  # type: ignore[method-assign]
+        return load
+
+    Space.load_pieces = failing(Space.load_pieces)  # type: ignore[method-assign]
+    ShardLoader._batch = failing(ShardLoader._batch)  # type: ignore[method-assign]
 
 
 _let_go = threading.Event()
@@ -189,15 +193,18 @@ _let_go = threading.Event()
 
 def _stuck_loads() -> None:
     """Loads take until they are let go."""
-    import kvstore.client.space
+    from kvstore.client.shard_loads import ShardLoader
+    from kvstore.client.space import Space
 
-    real = kvstore.client.space.Space.load_pieces
+    def stuck(real: Any) -> Any:
+        def load(self: Any, *arguments: Any, **more: Any) -> Any:
+            assert _let_go.wait(60.0), "nobody let it go"
+            return real(self, *arguments, **more)
 
-    def load(self: Any, *arguments: Any) -> int:
-        assert _let_go.wait(60.0), "nobody let it go"
-        return real(self, *arguments)
+        return load
 
-    kvstore.client.space.Space.load_pieces = load  # type: ignore[method-assign]
+    Space.load_pieces = stuck(Space.load_pieces)  # type: ignore[method-assign]
+    ShardLoader._load_shards = stuck(ShardLoader._load_shards)  # type: ignore[method-assign]
 
 
 def _overtaken_loads() -> None:
