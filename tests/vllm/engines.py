@@ -49,7 +49,7 @@ def transfer_config(address: str, **changes: Any) -> dict[str, Any]:
         "address": address,
         "page_tokens": 2 * ENGINE["block_size"],
         "loads": "always",
-        "lookup_timeout_ms": 200,
+        "lookup_timeout_ms": 2000,
         "load_timeout_ms_min": 2000,
         **changes.pop("extra", {}),
     }
