@@ -79,7 +79,8 @@ def test_200_restores_are_equal_and_go_over_mooncake(
 
     for chain in range(1, 201):
         keys = content.keys(chain, 1)
-        assert fetch(there, keys) == 1
+        # A directory that a busy machine keeps for 50 ms from answering counts as empty.
+        wait_until(lambda: fetch(there, keys) == 1)  # noqa: B023
         assert is_chain(chain, read(there, keys))
 
     assert counts(b)["read_pages"] == 200
