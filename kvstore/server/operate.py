@@ -374,7 +374,7 @@ def _keys_to(space: PrefixTree, key: PrefixKey) -> Work[list[PrefixKey]]:
 
 def _evicted(table: PageTable) -> int:
     """Number of pages evicted from a tier so far."""
-    return sum(table.counts[name] for name in _EVICTIONS)
+    return sum(table.counts.get(name, 0) for name in _EVICTIONS)
 
 
 def _outcome(space: PrefixTree, keys: list[PrefixKey], to: str) -> Work[dict[str, int]]:

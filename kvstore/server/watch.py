@@ -133,7 +133,7 @@ class Watch:
 
     def _ssd(self, now_ns: int) -> None:
         disk = self._table.disk
-        written = self._table.counts["demoted_pages"]
+        written = self._table.counts.get("demoted_pages", 0)
         if disk.troubled:
             if self._failed is None:
                 event(log, logging.WARNING, "SSD tier degraded",
