@@ -1,5 +1,6 @@
 """Goal: pages of several shards that move together are as if each had been moved alone."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -138,6 +139,14 @@ def stored(store: KVStore, pages: int, **fields: Any) -> tuple[Any, Any, list[An
     return space, keys, [[bytes(page) for page in one] for one in wrote], pools
 
 
+def with_disk(directory: Path) -> KVStore:
+    """A store in this process with an SSD tier."""
+    return KVStore.open(
+        4 << 20, extent_bytes=1 << 20, ssd_directories=[directory], ssd_capacity_bytes=64 << 20,
+        sync="always",
+    )  # fmt: skip
+
+
 def restored(space: Any, keys: Any, pools: list[Any], table: Any, **order: str) -> list[Any]:
     """What each shard's blocks hold of the pages that count."""
     parts = [(pool.kvpool, shard) for shard, pool in enumerate(pools)]
@@ -272,17 +281,11 @@ def test_pages_that_are_read_once_stay_until_all_shards_have_them(daemon, monkey
 
 
 def test_pages_on_disk_are_brought_to_memory_for_all_shards(tmp_path):
-    def opened() -> KVStore:
-        return KVStore.open(
-            4 << 20, extent_bytes=1 << 20, ssd_directories=[tmp_path],
-            ssd_capacity_bytes=64 << 20, sync="always",
-        )  # fmt: skip
-
-    with opened() as store:
+    with with_disk(tmp_path) as store:
         space, keys, wrote, pools = stored(store, 6, model="on disk")
         for shard in range(3):
             space.persist(keys, shard)
-    with opened() as store:
+    with with_disk(tmp_path) as store:
         space = open_space(store, *HEADS, model="on disk")
         assert space.lookup(keys).tiers == {"host": 0, "ssd": 6}
         assert restored(space, keys, pools, np.arange(6)) == wrote
@@ -292,13 +295,7 @@ def test_pages_on_disk_are_brought_to_memory_for_all_shards(tmp_path):
 
 
 def test_a_cancelled_load_waits_for_no_further_shard(tmp_path, monkeypatch):
-    def opened() -> KVStore:
-        return KVStore.open(
-            4 << 20, extent_bytes=1 << 20, ssd_directories=[tmp_path],
-            ssd_capacity_bytes=64 << 20, sync="always",
-        )  # fmt: skip
-
-    with opened() as store:
+    with with_disk(tmp_path) as store:
         space, keys, _, pools = stored(store, 2, model="on disk")
         for shard in range(3):
             space.persist(keys, shard)
@@ -315,7 +312,7 @@ def test_a_cancelled_load_waits_for_no_further_shard(tmp_path, monkeypatch):
 
     monkeypatch.setattr(ShardLoader, "acquire", counted)
     monkeypatch.setattr(ShardLoader, "_copy", cancels)
-    with opened() as store:
+    with with_disk(tmp_path) as store:
         space = open_space(store, *HEADS, model="on disk")
         assert restored(space, keys, pools, np.arange(2)) == [[], [], []]
     assert asked == [0]
