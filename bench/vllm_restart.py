@@ -17,6 +17,9 @@ _LONG: Final = 8000
 _LONG_PROMPTS: Final = 3
 _SETTLE_S: Final = 3.0
 _WARM_UP_SEED: Final = 10_000
+_BEFORE_SEED: Final = 20_000
+_BEFORE: Final = 16
+"""Tokens of the prompt just before a timed one; too few for a page or a block."""
 _SEEDS: Final = 100
 """Seeds of a length begin at its place among :data:`LENGTHS` times this."""
 
@@ -62,7 +65,9 @@ async def restarted(
 
     A server without a connector is asked for each twice: the second time its own cache has it. (A
     connector loads what that cache does not have: the end of a prompt.) Both take turns, so that
-    they meet the same neighbours, and while one is timed the other one stands still.
+    they meet the same neighbours, and while one is timed the other one stands still. Just before,
+    the timed one answers a short prompt: otherwise one server alone would begin with what the
+    other's computing left in the processor's caches.
 
     Args:
         cluster: its store serves already.
@@ -89,8 +94,10 @@ async def restarted(
         # Computing takes long. A store that stood still meanwhile might lose its engine.
         await ttft_s(cluster, "plain", seed, tokens)
         with cluster.suspended("plain"):
+            await ttft_s(cluster, "store", _BEFORE_SEED + seed, _BEFORE)
             loaded_s = await ttft_s(cluster, "store", seed, tokens)
         with cluster.suspended("store"):
+            await ttft_s(cluster, "plain", _BEFORE_SEED + seed, _BEFORE)
             cached_s = await ttft_s(cluster, "plain", seed, tokens)
         result.loaded_s.setdefault(tokens, []).append(loaded_s)
         result.cached_s.setdefault(tokens, []).append(cached_s)
