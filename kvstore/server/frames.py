@@ -174,7 +174,7 @@ class FrameConnection(asyncio.Protocol):
         """Process messages until ``end_s``; returns whether more can be processed."""
         self._more = False
         now_s = began_s = monotonic()
-        body = self._next()
+        first = body = self._next()
         while body is not None:
             self._server.receive(self, body)
             now_s = monotonic()
@@ -182,7 +182,8 @@ class FrameConnection(asyncio.Protocol):
                 self._more = not self._congested and not self.transport.is_closing()
                 break
             body = self._next()
-        self.long = now_s - began_s > LONG_S
+        if first is not None:  # else the turn before was its last one, and says how long they are
+            self.long = now_s - began_s > LONG_S
         self._count_unread(self._reader.unread_bytes)
         self._read_or_pause()
         return self._more

@@ -14,9 +14,12 @@ from kvstore.server.frames import (
     FrameConnection,
     FrameConnections,
 )
-from kvstore.server.rounds import LONG_S, ROUND_S, TURN_S, Rounds
+from kvstore.server.rounds import LONG_S, POLL_S, ROUND_S, TURN_S, Rounds
 from kvstore.state.tree.sessions import Peer
 from tests.loops import eventually, in_loop
+
+ONE_ROUND_S = ROUND_S + POLL_S + 2 * TURN_S
+"""Each of both lines ends with a turn that begins within its time."""
 
 
 @pytest.fixture
@@ -52,19 +55,19 @@ def test_a_process_with_many_busy_connections_delays_others_by_one_round(clock):
         flood = [Busy(clock, taken, 1, turns=100) for _ in range(300)]
         for one in flood:
             made.want(one.process, one.take)
-        assert len(taken) <= ROUND_S / TURN_S + 1, "the others wait for their turn"
+        assert clock.now_s <= ONE_ROUND_S, "the others wait for their turn"
 
         await asyncio.sleep(0)
-        before = len(taken)
+        before_s = clock.now_s
         other = Busy(clock, taken, 2, turns=1)
         made.want(other.process, other.take)
         await asyncio.sleep(0)
         assert other in taken
-        assert len(taken) - before <= ROUND_S / TURN_S + 1
+        assert clock.now_s - before_s <= ONE_ROUND_S
 
-        one_round = len(taken)
+        before_s = clock.now_s
         await asyncio.sleep(0)
-        assert 0 < len(taken) - one_round <= ROUND_S / TURN_S + 1, "and so does all else"
+        assert 0 < clock.now_s - before_s <= ONE_ROUND_S, "and so does all else"
 
     asyncio.run(run())
 
@@ -256,6 +259,32 @@ def test_after_a_long_turn_a_connection_lets_those_come_first_that_are_quick(
 
     asyncio.run(run())
     assert order == ["puts", "asks", *(("asks", "puts") if long else ("puts", "asks"))]
+
+
+def test_of_messages_that_are_sent_together_each_long_one_has_a_turn_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, order = Clock(), list[str]()
+    for module in (frames, rounds):
+        monkeypatch.setattr(module, "monotonic", lambda: clock.now_s)
+
+    async def run() -> None:
+        def receive(connection: FrameConnection, _request: wire.Request) -> None:
+            order.append(connection.whose)
+            clock.now_s += 0.0003 if connection.whose == "puts" else 0.00002
+
+        server = FrameConnections(Counter(), receive, lambda _: None)
+        puts, asks = both = [made(server), made(server)]
+        for number, (connection, whose) in enumerate(zip(both, ("puts", "asks"), strict=True), 1):
+            connection.connection_made(Quiet())  # type: ignore[arg-type]
+            connection.whose, connection.peer = whose, Peer(number)
+        puts.data_received(wire.encode(wire.Ping(1)) * 4)
+        for _ in range(4):
+            asks.data_received(wire.encode(wire.Ping(1)))
+            await asyncio.sleep(0)
+
+    asyncio.run(run())
+    assert order == ["puts", "asks"] * 4
 
 
 def made(server: object) -> FrameConnection:
