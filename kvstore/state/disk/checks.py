@@ -89,11 +89,13 @@ class DiskChecks:
     def __len__(self) -> int:
         return len(self._jobs)
 
-    def begin(self, run: CheckRun) -> None:
-        """Add a run; :meth:`go_on` starts its reads."""
+    def begin(self, run: CheckRun, loads: int) -> CheckRun:
+        """Add a run, and start its first reads, as :meth:`go_on` does; the run."""
         assert not run.under_way
         assert not run.ended
         self.runs.append(run)
+        self.go_on(loads)
+        return run
 
     def go_on(self, loads: int) -> None:
         """Start as many reads as are allowed while ``loads`` loads are in progress."""

@@ -60,9 +60,9 @@ from kvstore.state.tree.prefix_tree import PrefixTree
 
 BACKLOG_TURN: Final = 64
 """Maximum pages of the backlog that one turn examines."""
-EVICTED_TURN: Final = 256
+EVICTED_TURN: Final = 144
 """Maximum pages that one turn starts to write because their memory is needed, plus the rest of a
-run."""
+run: more than one of the longest runs, so that a put of as many pages does not wait each time."""
 _FULL: Final = "the disk, or the space's quota of it, is full now; try later"
 
 
@@ -101,8 +101,9 @@ class DiskPages:
         self._sync_failed = False
         self._now_ns = self._retry_ns = 0
         self.unfinished = False
-        #: Pages of which :meth:`before_eviction` began to write since the last :meth:`go_on`.
-        self._evicted = 0
+        #: Pages of which :meth:`before_eviction` began to write since the last :meth:`go_on`; and
+        #: the message, by its tick, for which it looked for a place in vain.
+        self._evicted, self._in_vain = 0, -1
         self._backlog = Backlog()
         self._syncs = Syncs(rules, self._queue)
         self.loads = DiskLoads(memory, log, self._queue)
@@ -192,7 +193,10 @@ class DiskPages:
             if self.degraded:
                 self._memory.counts["demotions_failed"] += min(pages, node.count)
                 continue
-            if self.is_full or self._evicted >= EVICTED_TURN:
+            # In vain one prompt of many runs is walked for a message, not one for each victim.
+            waits = self._in_vain == self._memory.moment.tick and self._room_is_made
+            waits = waits and not self.log.has_room(node.space, shard)
+            if self.is_full or self._evicted >= EVICTED_TURN or waits:
                 return Verdict.FULL
             full, before = self._memory.counts["disk_full_pages"], self.writes.in_flight_bytes
             each = node.space.shards[shard].record_bytes
@@ -204,6 +208,7 @@ class DiskPages:
             if self.writes.holds(node, shard) or begun >= most:
                 verdict = Verdict.WRITING  # the pages before it come first, if they are many
             elif self._memory.counts["disk_full_pages"] > full and self._room_is_made:
+                self._in_vain = self._memory.moment.tick
                 return Verdict.FULL  # it waits for its place rather than be dropped
         return verdict
 
@@ -360,17 +365,11 @@ class DiskPages:
 
     def check(self, pages: Iterable[tuple[PrefixNode, int]]) -> CheckRun:
         """Read the records of pages of nodes again; pages that fail are quarantined."""
-        run = CheckRun(names(pages))
-        self._checks.begin(run)
-        self._checks.go_on(len(self.loads))
-        return run
+        return self._checks.begin(CheckRun(names(pages)), len(self.loads))
 
     def read_tokens(self, pages: Iterable[tuple[PrefixNode, int]]) -> CheckRun:
         """Read only the tokens from the records of pages of nodes."""
-        run = CheckRun(names(pages), tokens_only=True)
-        self._checks.begin(run)
-        self._checks.go_on(len(self.loads))
-        return run
+        return self._checks.begin(CheckRun(names(pages), tokens_only=True), len(self.loads))
 
     def _quarantine(self, node: PrefixNode, shard: int) -> None:
         """The record of a page differs from what was written; a copy in memory stays."""

@@ -1,9 +1,12 @@
 """Goal: what a long prompt asks of the disk begins in turns, and nobody waits for all of it."""
 
+from typing import Any
+
 import pytest
 
 from kvstore.state.disk.jobs import DiskJob, DiskRead, DiskSync, DiskWrite
 from kvstore.state.disk.loads import LOADS_TURN
+from kvstore.state.disk.log import SegmentLog
 from kvstore.state.disk.pages import BACKLOG_TURN, EVICTED_TURN
 from kvstore.state.disk.syncs import DURABLES_PAGES, DURABLES_STEP
 from kvstore.state.table.choosing import SPILL_WRITES
@@ -175,6 +178,59 @@ def test_while_pages_before_a_victim_are_written_another_one_goes():
     assert world.lookup(world.mine, path) == (len(path), 0)
     assert world.table.residents.offer_more(64) == 1
     check(world.table)
+
+
+def test_a_turn_gives_up_and_begins_to_write_few_pages():
+    """Ten microseconds each, compiled, and a resumed put does both in one turn."""
+    world = DiskWorld(write="back", extents=300, segments=4, segment_bytes=4 << 20)
+    given_up = written = 0
+    while not given_up:
+        before = len(world.jobs(DiskWrite))
+        for _ in range(10):
+            world.store(world.me, world.mine, chr(next(world.letters)) * 32)
+        written = max(written, len(world.jobs(DiskWrite)) - before)
+        for job in world.jobs(DiskJob):
+            del world.open[job.job]
+            world.table.tiers.completed(job.job, None)
+        before = world.table.counts["reclaimed_pages"]
+        world.disk.advance(1)
+        given_up = world.table.counts["reclaimed_pages"] - before
+
+    assert 0 < given_up <= 160
+    assert 0 < written <= 160
+    check(world.table)
+
+
+def test_a_put_to_a_full_disk_looks_once_for_a_place(monkeypatch):
+    """To look for one is to walk what is not on disk of a prompt, which may be all of it."""
+    world, last = DiskWorld(write="back", extents=8, segments=4), ""
+    statuses = [PageStatus.GRANTED]
+    while statuses == [PageStatus.GRANTED] or world.jobs(DiskWrite):
+        for job in world.jobs(DiskWrite):
+            world.end_job(job)
+        path = chr(next(world.letters))
+        statuses = world.store(world.me, world.mine, path)
+        last = path if statuses == [PageStatus.GRANTED] else last
+    world.disk.go_on()
+    placed: list[Any] = []
+    place = SegmentLog.place
+
+    def counted(log: SegmentLog, *arguments: Any, **more: Any) -> Any:
+        placed.append(place(log, *arguments, **more))
+        return placed[-1]
+
+    monkeypatch.setattr(SegmentLog, "place", counted)
+    for messages in (1, 2):  # each for a victim, and for the page that the new ones continue
+        assert world.store(world.me, world.mine, last + "xy", start=1)[0] == PageStatus.NO_ROOM
+        assert world.disk.busy, "it waits rather than be refused"
+        assert placed == [None] * messages
+    world.end_all()
+    world.disk.advance(1)
+    world.end_all()
+
+    assert world.store(world.me, world.mine, last + "xy", start=1)[0] == PageStatus.NO_ROOM
+    assert placed[-1] is not None
+    assert world.jobs(DiskWrite)
 
 
 def test_durable_puts_that_one_sync_ends_are_acknowledged_in_turns():
