@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+
 from kvstore.protocol.page import ALL_KEYS, KEY_BYTES, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.disk.jobs import DiskTombstone, PageRecord
 from kvstore.state.disk.log import SegmentLog
@@ -123,11 +125,11 @@ class RecordsOnDisk:
         assert segment.end <= segment.size_bytes
         return FoundSegment(
             number, segment.size_bytes, number in self._sealed, segment.end, segment.records,
-            [one.key for _, one in standing],
-            [one.parent or _NO_PARENT for _, one in standing],
-            [one.digest for _, one in standing],
-            [offset for offset, _ in standing],
-            [pairs.index((one.identity, one.spec)) for _, one in standing],
+            b"".join(one.key for _, one in standing),
+            b"".join(one.parent or _NO_PARENT for _, one in standing),
+            b"".join(one.digest for _, one in standing),
+            np.array([offset for offset, _ in standing], np.uint64),
+            np.array([pairs.index((one.identity, one.spec)) for _, one in standing], np.uint16),
             min((one.sequence for _, one in there), default=0),
             max(buried, default=0),
         )  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Final
 from kvstore.protocol.page import KEY_BYTES
 from kvstore.state.disk.plans import Reclaim, parts_of, plan
 from kvstore.state.disk.records import PageRecords, Stretch
-from kvstore.state.tree.columns import unpack_places
+from kvstore.state.tree.columns import PLACE_COLUMN, pack_places, unpack_place, unpack_places
 from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.places import Place, footer_bytes, record_bytes
 from kvstore.state.tree.prefix_tree import PrefixTree
@@ -446,6 +446,10 @@ def adjacent(column: bytes, each: int) -> Iterator[tuple[Place, int]]:
     Yields:
         the place of the first record of a group, and their number.
     """
+    first, pages = unpack_place(column), len(column) // PLACE_COLUMN
+    if column == pack_places(first, each, pages):
+        yield first, pages
+        return
     first, pages = Place(0, 0), 0
     for place in unpack_places(column):
         if pages and place == Place(first.segment, first.offset + pages * each):

@@ -5,17 +5,30 @@ Pages whose parent is no longer there are left out: no lookup could reach them. 
 dead, and are reclaimed like any others.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from kvstore.protocol.errors import CapacityError, InvalidArgument
-from kvstore.protocol.page import ALL_KEYS, PrefixKey, ShardSpec, SpaceIdentity
+from kvstore.protocol.page import (
+    ALL_KEYS,
+    DIGEST_BYTES,
+    KEY_BYTES,
+    PrefixKey,
+    ShardSpec,
+    SpaceIdentity,
+)
 from kvstore.state.table.orphans import subtree
 from kvstore.state.table.pages import PageTable
 from kvstore.state.tree import node as nodes
-from kvstore.state.tree.columns import pack_records
+from kvstore.state.tree.children import deepen
+from kvstore.state.tree.columns import PLACE_COLUMN, come_again, may_be_in, pack_records
 from kvstore.state.tree.node import PrefixNode, is_live
-from kvstore.state.tree.prefix_tree import PrefixTree, deepen
+from kvstore.state.tree.prefix_tree import PrefixTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +39,9 @@ class FoundSegment:
         size_bytes: of its file.
         end: offset behind its last record.
         records: number of records, including those that are no longer pages.
-        keys: of each page.
-        parents: key before each page; zeros at the start of a chain.
-        digests: of each page.
+        keys: of the pages, 32 bytes each.
+        parents: keys before the pages, 32 bytes each; zeros at the start of a chain.
+        digests: of the pages, 16 bytes each.
         offsets: start of each record.
         pairs: index of each page's (space, shard).
         first_page: lowest sequence number of a page record, including dead ones; 0 = none.
@@ -40,11 +53,11 @@ class FoundSegment:
     sealed: bool
     end: int
     records: int
-    keys: list[PrefixKey]
-    parents: list[PrefixKey]
-    digests: list[bytes]
-    offsets: list[int]
-    pairs: list[int]
+    keys: bytes
+    parents: bytes
+    digests: bytes
+    offsets: npt.NDArray[np.uint64]
+    pairs: npt.NDArray[np.uint16]
     first_page: int = 0
     last_tombstone: int = 0
 
@@ -65,12 +78,16 @@ def adopt(
         number of reachable pages.
     """
     assert table.disk.exists
-    used = set[int]().union(*(segment.pairs for segment in segments))
-    homes = [_home(table, *pair) if at in used else None for at, pair in enumerate(pairs)]
+    every = np.concatenate([np.empty(0, np.uint16), *(segment.pairs for segment in segments)])
+    records: list[int] = np.bincount(every, minlength=len(pairs)).tolist()
+    homes = [_home(table, *pair) if records[at] else None for at, pair in enumerate(pairs)]
     spaces = list({id(home[0]): home[0] for home in homes if home is not None}.values())
     doubts = _Doubts({}, [])
-    for segment in segments:
-        _take_over(segment, homes, doubts)
+    for columns in _columns(segments):
+        _take_over(columns, homes, doubts)
+    for space in spaces:
+        order = space.by_creation
+        space.index.settle([node for number in order.numbers(0) for node in order.nodes(number)])
     table.counts["orphaned_bytes"] += _dispel(doubts)
     log = table.disk.log
     for segment in segments:
@@ -79,13 +96,68 @@ def adopt(
             sealed=segment.sealed, waits_for=_waits_for(segment, segments),
         )  # fmt: skip
     log.adopt_pages(spaces)
-    for space in spaces:
-        for number in space.by_creation.numbers(0):
-            for node in space.by_creation.nodes(number):
-                if node.on_disk:
-                    space.index.cool(node)
     log.next_segment = next_segment
     return sum(len(segment.pages) for segment in log.segments.values())
+
+
+class _Columns(NamedTuple):
+    """A segment, and what was found out of all its pages at once.
+
+    Attributes:
+        segment: the segment.
+        places: the column of its pages' places.
+        stretches: the first page of each stretch, and the end of the last one. The pages of a
+            stretch are of one pair and follow each other; one under :data:`ALL_KEYS` begins one.
+        again: a byte for each page: 0 = no page before has its key, 1 = one may have it.
+        wanted: a byte for each page: 1 = its node may be looked up by its key.
+    """
+
+    segment: FoundSegment
+    places: bytes
+    stretches: list[int]
+    again: bytes
+    wanted: bytes
+
+
+def _columns(segments: list[FoundSegment]) -> Iterator[_Columns]:
+    """What is known of all pages before their nodes are made.
+
+    To look up each key, or to make it findable, takes longer than all else. So keys are compared by
+    their first 8 bytes before, all at once.
+    """
+    stretches = [_stretches(one) for one in segments]
+    heads = np.concatenate([_heads(b""), *(_heads(one.keys) for one in segments)])
+    again = come_again(heads)
+    parents = [
+        _heads(one.parents)[begins[:-1]] for one, begins in zip(segments, stretches, strict=True)
+    ]
+    wanted = may_be_in(heads, np.concatenate([heads[again], *parents]))
+    at = 0
+    for segment, begins in zip(segments, stretches, strict=True):
+        end = at + len(segment.pairs)
+        yield _Columns(
+            segment, pack_records(segment.number, segment.offsets), begins.tolist(),
+            again[at:end].tobytes(), wanted[at:end].tobytes(),
+        )  # fmt: skip
+        at = end
+
+
+def _heads(keys: bytes) -> npt.NDArray[np.uint64]:
+    return np.frombuffer(keys, np.uint64)[:: KEY_BYTES // 8]
+
+
+def _stretches(segment: FoundSegment) -> npt.NDArray[np.intp]:
+    """See :class:`_Columns`."""
+    pages = len(segment.pairs)
+    keys, parents = (
+        np.frombuffer(column, np.uint64).reshape(pages, KEY_BYTES // 8)
+        for column in (segment.keys, segment.parents)
+    )
+    begins = np.ones(pages + 1, np.bool_)
+    begins[1:-1] = (parents[1:] != keys[:-1]).any(axis=1)
+    begins[1:-1] |= segment.pairs[1:] != segment.pairs[:-1]
+    begins[1:-1] |= ~keys[1:].any(axis=1)
+    return np.flatnonzero(begins)
 
 
 def _waits_for(segment: FoundSegment, segments: list[FoundSegment]) -> list[int]:
@@ -134,64 +206,87 @@ def _home(
 
 
 def _take_over(
-    segment: FoundSegment, homes: list[tuple[PrefixTree, int] | None], doubts: _Doubts
+    columns: _Columns, homes: list[tuple[PrefixTree, int] | None], doubts: _Doubts
 ) -> None:
     """Create the nodes of a segment's pages, under their parents where those are known."""
-    at, keys = 0, segment.keys
-    while at < len(keys):
-        home, end = homes[segment.pairs[at]], _stretch_end(segment, at)
-        if home is None or keys[at] == ALL_KEYS:
-            at = end if home is None else at + 1
+    segment = columns.segment
+    for begin, end in pairwise(columns.stretches):
+        home = homes[int(segment.pairs[begin])]
+        if home is None:
             continue
+        at = begin + segment.keys.startswith(ALL_KEYS, begin * KEY_BYTES)
+        node: PrefixNode | None = None
         while at < end:
-            at += _take_over_leading(segment, at, end, *home, doubts)
-
-
-def _stretch_end(segment: FoundSegment, first: int) -> int:
-    """The end of the records that follow the first one and whose pages follow its page."""
-    keys, parents, pairs = segment.keys, segment.parents, segment.pairs
-    pair, end = pairs[first], first + 1
-    most = min(len(keys), first + nodes.RUN_PAGES_MAX)
-    while end < most and parents[end] == keys[end - 1] and pairs[end] == pair:
-        if keys[end] == ALL_KEYS:
-            break
-        end += 1
-    return end
+            most = min(end, at + nodes.RUN_PAGES_MAX)
+            node = _take_over_leading(columns, at, most, *home, node, doubts)
+            at += 1 if node is None else node.count
 
 
 def _take_over_leading(
-    segment: FoundSegment, first: int, end: int, space: PrefixTree, shard: int, doubts: _Doubts
-) -> int:
-    """Create or find a node of the first pages of a stretch; returns how many pages."""
-    keys = segment.keys
-    key, parent_key = keys[first], segment.parents[first]
-    head = space.root if parent_key == _NO_PARENT else space.end(parent_key)
-    known = space.index.get(key)
+    columns: _Columns, first: int, end: int, space: PrefixTree, shard: int,
+    head: PrefixNode | None, doubts: _Doubts,
+) -> PrefixNode | None:  # fmt: skip
+    """Create or find a node of the first pages of a stretch.
+
+    Args:
+        columns: of its segment.
+        first: the first page.
+        end: the end of the stretch.
+        space: the space of its pages.
+        shard: their shard.
+        head: the node of the page before, if it is of this stretch.
+        doubts: cases to decide later.
+
+    Returns:
+        the node; None if the first page is left out.
+    """
+    segment = columns.segment
+    keys = segment.keys[first * KEY_BYTES : end * KEY_BYTES]
+    key = PrefixKey(keys[:KEY_BYTES])
+    parent_key = PrefixKey(segment.parents[first * KEY_BYTES : (first + 1) * KEY_BYTES])
+    if head is None:
+        head = space.root if parent_key == _NO_PARENT else space.end(parent_key)
+    again = columns.again.find(1, first, end) >= 0
+    known = space.index.get(key) if again else None
     if known is not None:
         position = known.position(key)
         if doubts.contradict(known, position, parent_key):
-            return 1
-        pages = known.matching(position, b"".join(keys[first:end]), 0)
+            return None
+        pages = known.matching(position, keys, 0)
         node = space.exact(known, position, pages)
-    elif head is None:
-        node = space.add(key)
-        doubts.lost[node] = parent_key
     else:
-        node = space.add_run(_unknown(space, keys[first:end]), head)
+        if head is None:
+            keys = key
+        elif again:
+            keys = _unknown(space, keys)
+        node = PrefixNode(space, keys, head, len(keys) // KEY_BYTES)
+        space.by_creation.add(node)
+        _note(columns, first, node)
+        if head is None:
+            doubts.lost[node] = parent_key
     last = first + node.count
     node.adopt(
-        shard, pack_records(segment.number, segment.offsets[first:last]),
-        b"".join(segment.digests[first:last]),
+        shard, columns.places[first * PLACE_COLUMN : last * PLACE_COLUMN],
+        segment.digests[first * DIGEST_BYTES : last * DIGEST_BYTES],
     )  # fmt: skip
     if head is None or (head is not space.root and not head.on_disk >> shard & 1):
         doubts.headless.append((space, key, shard))
-    return node.count
+    return node
 
 
-def _unknown(space: PrefixTree, keys: list[PrefixKey]) -> list[PrefixKey]:
+def _note(columns: _Columns, first: int, node: PrefixNode) -> None:
+    """Make a new node findable by those of its keys that may be looked up."""
+    at, last = columns.wanted.find(1, first, first + node.count), first + node.count
+    while at >= 0:
+        node.space.index.note(node.key_at(at - first), node)
+        at = columns.wanted.find(1, at + 1, last)
+
+
+def _unknown(space: PrefixTree, keys: bytes) -> bytes:
     """The leading keys that no node has, without repetitions; the first key is one of them."""
     seen: set[PrefixKey] = set()
-    for at, key in enumerate(keys):
+    for at in range(0, len(keys), KEY_BYTES):
+        key = PrefixKey(keys[at : at + KEY_BYTES])
         if key in seen or space.index.get(key) is not None:
             return keys[:at]
         seen.add(key)

@@ -1,4 +1,4 @@
-"""The children of a page, as single pages. Pure."""
+"""The children of a page, as single pages; and the depths of all below. Pure."""
 
 import sys
 from collections.abc import Iterator
@@ -44,3 +44,12 @@ class Children:
 def first_page(node: "PrefixNode") -> "PrefixNode":
     """The first page of a node, split off as a node of its own."""
     return node.split(1) if node.count > 1 else node
+
+
+def deepen(node: "PrefixNode") -> None:
+    """Correct the depths below a node that was moved."""
+    moved = [node]
+    for at in moved:
+        assert at.above is not None, node
+        at.depth = at.above.depth + at.count
+        moved.extend(at.below.values())

@@ -7,7 +7,10 @@ whether it has the key.
 
 from array import array
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Final
+
+import numpy as np
 
 from kvstore.protocol.page import KEY_BYTES, PrefixKey
 from kvstore.state.tree.node import PrefixNode
@@ -15,6 +18,8 @@ from kvstore.state.tree.node import PrefixNode
 ENTRY_BYTES: Final = 8
 MARK_BYTES: Final = 4
 _NUMBER_SHIFT: Final = 8 * MARK_BYTES
+_FILLED_NODES: Final = 1024
+"""Nodes whose keys exist as objects at the same time while a table is filled."""
 MARKS_MASK = (1 << 8 * MARK_BYTES) - 1
 BUCKET_PAGES = 24
 """Maximum mean pages per bucket. After this many new pages one bucket is divided, which takes some
@@ -63,6 +68,28 @@ class ColdKeys:
                     return node
             at = entries.find(packed, at + 1)
         return None
+
+    def fill(self, nodes: list[PrefixNode]) -> None:
+        """Add all pages of these nodes at once, in a fraction of the time; none is here yet."""
+        assert not self.count, "its buckets are made anew"
+        marks = array("q")
+        for at in range(0, len(nodes), _FILLED_NODES):
+            packed = b"".join([node.keys for node in nodes[at : at + _FILLED_NODES]])
+            marks.extend(map(hash, np.frombuffer(packed, f"V{KEY_BYTES}").tolist()))
+        numbers = np.array([self._number(node) for node in nodes], np.int64)
+        counts = np.array([node.count for node in nodes], np.int64)
+        entries = np.frombuffer(marks, np.int64) & MARKS_MASK
+        self.count = len(entries)
+        buckets = max(1, -(-self.count // BUCKET_PAGES))
+        self._base = 1 << buckets.bit_length() - 1
+        at_bucket = entries & (2 * self._base - 1)
+        at_bucket[at_bucket >= buckets] -= self._base
+        entries |= np.repeat(numbers, counts) << _NUMBER_SHIFT
+        packed = entries[np.argsort(at_bucket, kind="stable")].astype("<i8").tobytes()
+        ends = np.cumsum(np.bincount(at_bucket, minlength=buckets)) * ENTRY_BYTES
+        self._entries = [
+            bytearray(packed[begin:end]) for begin, end in pairwise([0, *ends.tolist()])
+        ]
 
     def put(self, node: PrefixNode, keys: list[PrefixKey]) -> None:
         """Add the pages of a node, which are not here; ``keys`` are theirs."""

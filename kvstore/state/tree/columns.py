@@ -5,6 +5,9 @@ from array import array
 from collections.abc import Sequence
 from typing import Final, cast
 
+import numpy as np
+import numpy.typing as npt
+
 from kvstore.state.tree.places import Place
 from kvstore.state.tree.slots import Slot
 
@@ -18,6 +21,8 @@ _SLOTS: Final = tuple([struct.Struct(f"<{count}Q") for count in range(_FEW)])
 """Columns of so many slots: of few they take less time than arrays."""
 _SLOT: Final = _SLOTS[1]
 _EMPTY: Final[dict[int, bytes]] = {}
+_SPARSE: Final = 16
+"""Entries of a table for each value that is marked in it."""
 
 
 def no_columns() -> dict[int, bytes]:
@@ -53,13 +58,15 @@ def pack_places(place: Place, each: int, count: int) -> bytes:
     """A column of ``count`` adjacent records of ``each`` bytes; ``place`` is the first one's."""
     if count == 1:
         return pack_place(place)
-    return pack_records(place.segment, range(place.offset, place.offset + count * each, each))
+    column = array("Q", [place.segment]) * (2 * count)
+    column[1::2] = array("Q", range(place.offset, place.offset + count * each, each))
+    return column.tobytes()
 
 
-def pack_records(segment: int, offsets: Sequence[int]) -> bytes:
+def pack_records(segment: int, offsets: npt.NDArray[np.uint64]) -> bytes:
     """A column of records of one segment that start at these offsets."""
-    column = array("Q", [segment]) * (2 * len(offsets))
-    column[1::2] = array("Q", offsets)
+    column = np.empty((len(offsets), 2), "<u8")
+    column[:, 0], column[:, 1] = segment, offsets
     return column.tobytes()
 
 
@@ -112,3 +119,25 @@ def trailing(columns: dict[int, bytes], size: int) -> dict[int, bytes]:
     if not columns:
         return _EMPTY
     return {at: column[size:] for at, column in columns.items()}
+
+
+def come_again(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
+    """For each value: whether an equal one comes before it."""
+    again = np.zeros(len(values), np.bool_)
+    ordered = np.sort(values)  # much faster than with their order, and mostly all are different
+    if (ordered[1:] == ordered[:-1]).any():
+        order = np.argsort(values, kind="stable")
+        ordered = values[order]
+        again[order[1:]] = ordered[1:] == ordered[:-1]
+    return again
+
+
+def may_be_in(
+    values: npt.NDArray[np.uint64], some: npt.NDArray[np.uint64]
+) -> npt.NDArray[np.bool_]:
+    """For each value: whether it may be in ``some``; of those that are not, few may."""
+    bits = np.uint64((1 << (len(some) * _SPARSE).bit_length()) - 1)
+    marked = np.zeros(int(bits) + 1, np.bool_)
+    marked[some & bits] = True
+    found: npt.NDArray[np.bool_] = marked[values & bits]
+    return found

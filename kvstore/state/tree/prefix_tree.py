@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvstore.protocol.page import DIGEST_BYTES, KEY_BYTES, PrefixKey, ShardSpec, SpaceIdentity
+from kvstore.state.tree.children import deepen
 from kvstore.state.tree.cold_keys import ColdKeys
 from kvstore.state.tree.columns import PLACE_COLUMN, SLOT_COLUMN
 from kvstore.state.tree.node import PrefixNode, is_live
@@ -70,6 +71,16 @@ class KeyIndex(Mapping[PrefixKey, PrefixNode]):
         assert len(parts) > 1 or len(parts[0]) == self._length, ("a key was there already", node)
         if self._length > SMALL and len(parts) == 1:
             self._divide()
+
+    def note(self, key: PrefixKey, node: PrefixNode) -> None:
+        """Find a node by one of its keys until :meth:`settle`; nothing else is added before."""
+        self._parts[0][key] = node
+
+    def settle(self, nodes: list[PrefixNode]) -> None:
+        """Find these nodes, all there are, by all of their keys; they are on disk only."""
+        assert not self._length
+        self._parts = [{}]
+        self._cold.fill(nodes)
 
     def divide(self, node: PrefixNode, head: PrefixNode) -> None:
         """The first pages of a node, which are here, now belong to another one."""
@@ -565,15 +576,6 @@ def _clear(masks: dict[PrefixNode, int], node: PrefixNode, shard: int) -> None:
     left = masks.pop(node, 0) & ~(1 << shard)
     if left:
         masks[node] = left
-
-
-def deepen(node: PrefixNode) -> None:
-    """Correct the depths below a node that was moved."""
-    moved = [node]
-    for at in moved:
-        assert at.above is not None, node
-        at.depth = at.above.depth + at.count
-        moved.extend(at.below.values())
 
 
 def _work_of(node: PrefixNode) -> int:

@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from random import Random
 
+import numpy as np
+
 from kvstore.state.table.adopt import FoundSegment
 from kvstore.state.tree.places import Place, footer_bytes, record_bytes
 from tests.state.world import DIGEST, PAGE, key
@@ -98,9 +100,10 @@ class Files:
                 FoundSegment(
                     number, SEGMENT_BYTES, file.sealed,
                     max((one.place.offset + one.size for one in file.records), default=0),
-                    len(file.records), [key(name) for name in names],
-                    [key(name[:-1]) or bytes(32) for name in names], [DIGEST] * len(stand),
-                    [one.place.offset for one in stand], [0] * len(stand),
+                    len(file.records), b"".join(key(name) for name in names),
+                    b"".join(key(name[:-1]) or bytes(32) for name in names), DIGEST * len(stand),
+                    np.array([one.place.offset for one in stand], np.uint64),
+                    np.zeros(len(stand), np.uint16),
                     min((one.sequence for one in pages), default=0),
                     max((one.sequence for one in file.records if one.tombstone), default=0),
                 )

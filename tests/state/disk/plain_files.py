@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from random import Random
 
+import numpy as np
+
 from kvstore.state.table.adopt import FoundSegment
 from kvstore.state.tree.places import Place, footer_bytes
 from tests.state.single_pages import Page
@@ -161,11 +163,11 @@ class PlainFiles:
                     number, self.segment_bytes, file.sealed,
                     max((one.place.offset + one.size for one in file.records), default=0),
                     len(file.records),
-                    [key(one.page[1]) for one in mine],
-                    [key(one.page[1][:-1]) or bytes(32) for one in mine],
-                    [one.content[1] for one in mine if one.content is not None],
-                    [one.place.offset for one in mine],
-                    [one.page[0] * shards + one.page[2] for one in mine],
+                    b"".join(key(one.page[1]) for one in mine),
+                    b"".join(key(one.page[1][:-1]) or bytes(32) for one in mine),
+                    b"".join(one.content[1] for one in mine if one.content is not None),
+                    np.array([one.place.offset for one in mine], np.uint64),
+                    np.array([one.page[0] * shards + one.page[2] for one in mine], np.uint16),
                     min((one.sequence for one in file.records if not one.tombstone), default=0),
                     max((one.sequence for one in file.records if one.tombstone), default=0),
                 )

@@ -1,7 +1,6 @@
 """Goal: a tombstone comes before whatever is stored again, and goes after whatever it hides."""
 
-from typing import Any
-
+import numpy as np
 import pytest
 
 from kvstore.protocol.errors import CapacityError, TierUnavailable
@@ -238,8 +237,10 @@ def page(world: World, name: str) -> PrefixNode:
 
 
 def found(number: int, first_page: int, last_tombstone: int) -> FoundSegment:
-    nothing: list[Any] = []
-    return FoundSegment(number, 1 << 20, True, 8192, 1, *[nothing] * 5, first_page, last_tombstone)
+    return FoundSegment(
+        number, 1 << 20, True, 8192, 1, b"", b"", b"", np.empty(0, np.uint64),
+        np.empty(0, np.uint16), first_page, last_tombstone,
+    )  # fmt: skip
 
 
 def test_a_start_finds_out_which_segments_a_tombstone_waits_for():
@@ -261,10 +262,10 @@ def test_a_start_finds_out_which_segments_a_tombstone_waits_for():
 def test_pages_that_a_start_finds_without_their_head_are_left_out_and_counted():
     world = DiskWorld()
     names = ["a", "ab", "abcd", "abcde"]
-    parents = [bytes(32), key("a"), key("abc"), key("abcd")]
+    parents = bytes(32) + key("a") + key("abc") + key("abcd")
     segment = FoundSegment(
-        1, 1 << 20, True, 1 << 16, 4, [key(name) for name in names], parents, [DIGEST] * 4,
-        [4096 * at for at in (1, 3, 5, 7)], [0] * 4,
+        1, 1 << 20, True, 1 << 16, 4, b"".join(map(key, names)), parents, DIGEST * 4,
+        np.array([1, 3, 5, 7], np.uint64) * 4096, np.zeros(4, np.uint16),
     )  # fmt: skip
 
     assert adopt(world.table, [segment], [(identity("blue"), FULL)], 2) == 2

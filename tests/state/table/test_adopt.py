@@ -1,11 +1,15 @@
 """Goal: whatever a start finds in the segments, it ends, with a tree of what can be reached."""
 
+from dataclasses import replace
+
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.protocol.page import ShardSpec
+from kvstore.protocol.page import PrefixKey, ShardSpec
 from kvstore.state.table.adopt import FoundSegment, adopt
 from kvstore.state.table.invariants import check
 from kvstore.state.tree import node as nodes
@@ -15,13 +19,17 @@ from tests.state.world import DIGEST, FULL, FULL_2, WINDOW, identity, key
 RECORD = 8192
 
 
+def offsets(count: int) -> npt.NDArray[np.uint64]:
+    return np.arange(count, dtype=np.uint64) * RECORD
+
+
 def found(*pages: tuple[str, str], pair: int = 0) -> FoundSegment:
     """A segment with these pages, each with the one that its record says is before it."""
     count = len(pages)
     return FoundSegment(
-        1, 1 << 20, True, count * RECORD, count, [key(name) for name, _ in pages],
-        [key(before) or bytes(32) for _, before in pages], [DIGEST] * count,
-        [at * RECORD for at in range(count)], [pair] * count,
+        1, 1 << 20, True, count * RECORD, count, b"".join(key(name) for name, _ in pages),
+        b"".join(key(before) or bytes(32) for _, before in pages), DIGEST * count,
+        offsets(count), np.full(count, pair, np.uint16),
     )  # fmt: skip
 
 
@@ -51,7 +59,7 @@ def test_a_page_under_the_key_that_stands_for_all_is_left_out():
     """Nodes before 0.2 accepted one; its removal would have buried every page of its shard."""
     world = DiskWorld()
     segment = found(("x", ""), ("y", "x"))
-    segment.keys[1] = bytes(32)
+    segment = replace(segment, keys=key("x") + bytes(32))
 
     assert adopt(world.table, [segment], [(identity(), FULL)], 2) == 1
 
@@ -97,10 +105,10 @@ def records(draw: st.DrawFn) -> list[list[tuple[str, int]]]:
 def in_segment(number: int, pages: list[tuple[str, int]]) -> FoundSegment:
     names, count = [name for name, _ in pages], len(pages)
     return FoundSegment(
-        number, 1 << 20, True, count * RECORD, count, [key(name) for name in names],
-        [key(name[:-1]) or bytes(32) for name in names],
-        [key(name)[:16] for name in names], [at * RECORD for at in range(count)],
-        [pair for _, pair in pages],
+        number, 1 << 20, True, count * RECORD, count, b"".join(map(key, names)),
+        b"".join(key(name[:-1]) or bytes(32) for name in names),
+        b"".join(key(name)[:16] for name in names), offsets(count),
+        np.array([pair for _, pair in pages], np.uint16),
     )  # fmt: skip
 
 
@@ -149,6 +157,64 @@ def test_pages_that_follow_each_other_are_found_as_one_node():
 
     assert sorted(node.count for node in set(world.mine.index.values())) == [1, 1, 2, 2]
     assert world.lookup(world.mine, "abcd") == (4, 0)
+
+
+def chained(keys: list[bytes], pairs: list[int]) -> FoundSegment:
+    """A segment with these pages, each behind the one before it of the same shard."""
+    last = dict.fromkeys(pairs, bytes(32))
+    parents = []
+    for one, pair in zip(keys, pairs, strict=True):
+        parents.append(last[pair])
+        last[pair] = one
+    count = len(keys)
+    return FoundSegment(
+        1, 1 << 20, True, count * RECORD, count, b"".join(keys), b"".join(parents),
+        DIGEST * count, offsets(count), np.array(pairs, np.uint16),
+    )  # fmt: skip
+
+
+def test_a_long_prompt_is_found_as_runs_of_the_usual_length():
+    world = DiskWorld()
+    world.mine = world.space(world.me, [FULL])
+    names = ["x" * at for at in range(1, 301)]
+
+    assert adopt(world.table, [chained([*map(key, names)], [0] * 300)], [(identity(), FULL)], 2)
+
+    found = set(world.mine.index.values())
+    assert sorted(node.count for node in found) == [44, 128, 128]
+    assert all(node.cold for node in found), "they are on disk only"
+    assert len(world.disk.log.segments[1].pages) == 300
+    assert world.lookup(world.mine, "x" * 300) == (300, 0)
+    check(world.table)
+
+
+def test_keys_that_begin_alike_are_told_apart():
+    """Engines make the keys: what is compared at once are 8 bytes of them."""
+    world = DiskWorld()
+    world.mine = world.space(world.me, [FULL, FULL_2])
+    keys = [bytes(8) + key(name)[8:] for name in ("a", "b", "c", "d")]
+    segment = chained([*keys, *keys[:2]], [0, 0, 0, 0, 1, 1])
+
+    pairs = [(identity(), FULL), (identity(), FULL_2)]
+    assert adopt(world.table, [segment], pairs, 2) == 6
+
+    assert [set(world.mine.nodes[one].disk) for one in map(PrefixKey, keys)] == [
+        {0, 1}, {0, 1}, {0}, {0},
+    ]  # fmt: skip
+    check(world.table)
+
+
+def test_records_that_alternate_with_those_of_another_shard_are_found():
+    world = DiskWorld()
+    world.mine = world.space(world.me, [FULL, FULL_2])
+    keys = [key(name) for name in ("a", "ab", "abc")]
+    segment = chained([one for one in keys for _ in range(2)], [0, 1] * 3)
+
+    assert adopt(world.table, [segment], [(identity(), FULL), (identity(), FULL_2)], 2) == 6
+
+    live = [one.offset for one in world.disk.log.segments[1].pages.stretches]
+    assert live == [at * RECORD for at in range(6)]
+    check(world.table)
 
 
 def test_a_run_without_its_head_is_left_out_also_when_another_shard_s_pages_of_it_were():

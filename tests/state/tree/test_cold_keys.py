@@ -13,13 +13,22 @@ from tests.state.world import identity
 
 @pytest.mark.parametrize("seed", range(12))
 def test_runs_that_come_part_and_leave_are_found_as_in_a_dict(seed, monkeypatch):
-    """With few marks, most of them equal, every other seed; and with buckets of two pages."""
+    """With few marks, most of them equal, every other seed; and with buckets of two pages.
+
+    Every third time it is filled with some at first.
+    """
     random = Random(seed)
     if seed % 2:
         monkeypatch.setattr(cold_keys, "MARKS_MASK", 7)
     monkeypatch.setattr(cold_keys, "BUCKET_PAGES", 2)
     space = PrefixTree(1, identity())
     cold, model, runs = ColdKeys(), dict[bytes, PrefixNode](), list[PrefixNode]()
+    if not seed % 3:
+        for _ in range(random.randrange(40)):
+            keys = b"".join(random.randbytes(32) for _ in range(random.randint(1, 9)))
+            runs.append(PrefixNode(space, keys, None, len(keys) // 32))
+        cold.fill(runs)
+        model |= {key: node for node in runs for key in node.key_list()}
     for _ in range(400):
         verb = random.choice(("put", "put", "part", "discard"))
         if verb == "put" or not runs:

@@ -3,11 +3,12 @@
 from pathlib import Path
 from random import Random
 
+import msgspec
 import numpy as np
 import pytest
 
 from kvstore.protocol.errors import ConfigError
-from kvstore.protocol.page import KEY_BYTES, SpaceIdentity
+from kvstore.protocol.page import KEY_BYTES, ShardSpec, SpaceIdentity
 from kvstore.state.disk.jobs import DiskTombstone
 from kvstore.state.tree.places import Place, record_bytes
 from kvstore.testing.disk import DiskFault, FaultyDisk, SimulatedDisk
@@ -19,11 +20,13 @@ from kvstore.tier.ssd import SSDLog
 from tests.tier.ssd.conftest import HOME, SEGMENT_BYTES, open_log, recovered
 
 
-def pages(count: int, size: int = 4096, parent: bytes = b"") -> list[PageInMemory]:
+def pages(
+    count: int, size: int = 4096, parent: bytes = b"", shard: ShardSpec = SHARD
+) -> list[PageInMemory]:
     random = Random(f"recovery {count} {size}")
     made = []
     for _ in range(count):
-        made.append(PageInMemory.random(random, size, parent))
+        made.append(PageInMemory.random(random, size, parent, shard))
         parent = made[-1].record.key
     return made
 
@@ -136,6 +139,32 @@ def test_a_tombstone_takes_only_pages_of_its_own_space(disk):
     log.close()
 
     assert len(open_log(disk).recover().segments[0].entries) == 1
+
+
+@pytest.mark.parametrize("buried", [True, False])
+def test_what_comes_after_a_page_of_one_shard_takes_no_page_of_another(disk, buried):
+    """The pages of all ranks of an engine have the same keys."""
+    second = msgspec.structs.replace(SHARD, heads=(1, 2))
+    mine, theirs = pages(3), pages(3, shard=second)
+    keys = [page.record.key for page in mine]
+    assert keys == [page.record.key for page in theirs]
+    log = recovered(disk)
+    driver = TierDriver(log)
+    driver.write(*laid_out(0, [*mine, *theirs]))
+    driver.write((Place(1, 0), theirs[0]))
+    if buried:
+        driver.run(lambda job: DiskTombstone(job, Place(1, 8192), SPACE, second, keys[1]))
+    log.close()
+
+    found = open_log(disk).recover()
+
+    assert found.pairs == [(SPACE, SHARD), (SPACE, second)]
+    old, new = [
+        list(zip(one.entries["key"].tolist(), one.entries["pair"].tolist(), strict=True))
+        for one in found.segments
+    ]
+    assert old == [(one, 0) for one in keys] + [(one, 1) for one in keys[1 + buried :]]
+    assert new == [(keys[0], 1)]
 
 
 def test_a_damaged_tombstone_takes_every_older_page_of_its_space(disk):
