@@ -60,9 +60,9 @@ from kvstore.state.tree.prefix_tree import PrefixTree
 
 BACKLOG_TURN: Final = 64
 """Maximum pages of the backlog that one turn examines."""
-EVICTED_TURN: Final = 144
+EVICTED_TURN: Final = 256
 """Maximum pages that one turn starts to write because their memory is needed, plus the rest of a
-run: more than one of the longest runs, so that a put of as many pages does not wait each time."""
+run."""
 _FULL: Final = "the disk, or the space's quota of it, is full now; try later"
 
 

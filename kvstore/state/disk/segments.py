@@ -38,8 +38,8 @@ class _Drain(Enum):
     DELETING = 4
 
 
-DROPS_MAX = 128
-"""Maximum pages removed at once: two milliseconds. If a segment has more, some are removed each
+DROPS_MAX = 250
+"""Maximum pages removed at once: some milliseconds. If a segment has more, some are removed each
 tick."""
 DROPS_A_JOB = 8
 """Pages that are removed with each job that starts or ends, so that reclaiming keeps up with

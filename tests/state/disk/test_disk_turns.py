@@ -180,27 +180,6 @@ def test_while_pages_before_a_victim_are_written_another_one_goes():
     check(world.table)
 
 
-def test_a_turn_gives_up_and_begins_to_write_few_pages():
-    """Ten microseconds each, compiled, and a resumed put does both in one turn."""
-    world = DiskWorld(write="back", extents=300, segments=4, segment_bytes=4 << 20)
-    given_up = written = 0
-    while not given_up:
-        before = len(world.jobs(DiskWrite))
-        for _ in range(10):
-            world.store(world.me, world.mine, chr(next(world.letters)) * 32)
-        written = max(written, len(world.jobs(DiskWrite)) - before)
-        for job in world.jobs(DiskJob):
-            del world.open[job.job]
-            world.table.tiers.completed(job.job, None)
-        before = world.table.counts["reclaimed_pages"]
-        world.disk.advance(1)
-        given_up = world.table.counts["reclaimed_pages"] - before
-
-    assert 0 < given_up <= 160
-    assert 0 < written <= 160
-    check(world.table)
-
-
 def test_a_put_to_a_full_disk_looks_once_for_a_place(monkeypatch):
     """To look for one is to walk what is not on disk of a prompt, which may be all of it."""
     world, last = DiskWorld(write="back", extents=8, segments=4), ""
