@@ -114,7 +114,7 @@ class Pieces(NamedTuple):
     def pages(self, start: int, stop: int) -> "Pieces":
         """The pieces of pages ``start`` to ``stop``, not copied."""
         first, last = start * self.segments, stop * self.segments
-        if last - first == len(self.end):
+        if not first and last == len(self.end):
             return self
         begin = int(self.end[first - 1]) if first else 0
         end = int(self.end[last - 1]) if last else 0

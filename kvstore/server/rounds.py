@@ -12,14 +12,14 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Final
 
-TURN_S: Final = 0.0002
+TURN_S: Final = 0.0005
 """A connection's turn ends with the first message that ends after this time: of a long put each
 message has a turn of its own."""
 ROUND_S: Final = 0.006
 """Maximum time for short turns before the loop polls its sockets."""
-LONG_S: Final = 0.0002
+LONG_S: Final = 0.0005
 """A connection whose last turn took longer is expected to take a long one again."""
-POLL_S: Final = 0.0002
+POLL_S: Final = 0.0005
 """After long turns for this time the loop polls its sockets."""
 
 

@@ -48,6 +48,8 @@ log = logging.getLogger(__name__)
 _MAGIC: Final = int.from_bytes(b"kvsREC\r\n", "little")
 _SPREAD: Final = 0x9E3779B97F4A7C15
 """Odd, with bits everywhere: different pairs get different marks for one key."""
+PAIRS_MAX = 1 << 16
+"""Maximum spaces and shards of all pages of a log: an entry has so many numbers for them."""
 _SEQUENCE_BITS: Final = 32
 """A segment has fewer records than fit into these bits."""
 
@@ -293,7 +295,7 @@ def _worth(found: SegmentScan) -> tuple[bool, bool, int]:
 
 def combine(found: Iterable[SegmentScan]) -> RecoveredLog:
     """Decide which records are valid: the latest of each page, unless it was removed."""
-    ordered = sorted(found, key=lambda one: one.number)
+    ordered = _numbered(sorted(found, key=lambda one: one.number))
     loaded = [(one, one.loaded) for one in ordered if one.loaded is not None]
     numbers: dict[bytes, int] = {}
     entries = [_renumbered(segment, numbers) for _, segment in loaded]
@@ -322,6 +324,21 @@ def combine(found: Iterable[SegmentScan]) -> RecoveredLog:
         next_sequence = max(next_sequence, _above_all(next_segment))
     pairs = [unpack_pair(packed) for packed in numbers]
     return RecoveredLog(segments, pairs, next_segment, next_sequence, untouched)
+
+
+def _numbered(ordered: list[SegmentScan]) -> list[SegmentScan]:
+    """The segments, of which the newest ones are used whose pairs can be numbered."""
+    pairs: set[bytes] = set()
+    found: list[SegmentScan] = []
+    for one in reversed(ordered):
+        more = set(one.loaded.pairs) - pairs if one.loaded is not None else set[bytes]()
+        if len(pairs) + len(more) > PAIRS_MAX:
+            reason = f"with it, the log has shards of more than {PAIRS_MAX} kinds"
+            found.append(one._replace(loaded=None, reason=reason))
+            continue
+        pairs |= more
+        found.append(one)
+    return found[::-1]
 
 
 def _above_all(next_segment: int) -> int:
@@ -374,7 +391,7 @@ def _standing(
             name = (number, tombstone.keys[at : at + KEY_BYTES])
             latest[name] = max(latest.get(name, 0), tombstone.sequence)
     if latest:
-        heads = np.frombuffer(b"".join(key[:8] for _, key in latest), "<u8")
+        heads = np.frombuffer(b"".join(key[:8].ljust(8, b"\0") for _, key in latest), "<u8")
         doubtful |= np.isin(marks, _marks(heads, np.array([number for number, _ in latest])))
     rows = np.flatnonzero(doubtful & standing).tolist()
     starts = list(accumulate((len(one) for one in entries), initial=0))

@@ -307,11 +307,18 @@ def fetch(space: Space, keys: PrefixKeys, shard: int = 0) -> int:
     A node takes its directory for empty when a busy machine keeps it from answering for 50 ms. If
     that happened, the pages are fetched again until the node has asked the directory again.
     """
-    late = _locates_timed_out(space)
-    found = begin_fetch(space, keys, shard).result(FETCH_WAIT_S)
-    again_until = time.monotonic() + 1.5 * FRESH_NS / 1e9
-    while found < len(keys) and _locates_timed_out(space) > late and time.monotonic() < again_until:
+    late, found = _locates_timed_out(space), -1
+
+    def came() -> bool:
+        nonlocal late, found
         found = begin_fetch(space, keys, shard).result(FETCH_WAIT_S)
+        before, late = late, _locates_timed_out(space)
+        if late > before:
+            again_until.append(time.monotonic() + 1.5 * FRESH_NS / 1e9)
+        return found == len(keys) or not again_until or time.monotonic() > again_until[-1]
+
+    again_until: list[float] = []
+    wait_for(came, CLEAN_WAIT_S)
     return found
 
 

@@ -100,7 +100,7 @@ def test_a_store_that_fails_stalls_no_read_and_pages_are_found_again(
 
         second = put(here, 2)
         begun = monotonic()
-        came = fetch(there, second)
+        came = begin_fetch(there, second).result(FETCH_WAIT_S)
         assert monotonic() - begun < READ_S + BUSY_S
         assert came in (0, PAGES)
         local.go_on()

@@ -13,7 +13,15 @@ from kvstore.cluster.page_store import ChangedPages
 from kvstore.cluster.redis_client import redis_clients
 from kvstore.cluster.redis_pages import CALL_S, RedisPages
 from kvstore.protocol.page import PrefixKeys
-from tests.cluster_processes.conftest import ClusterNode, ClusterScene, fetch, is_chain, read
+from tests.cluster_processes.conftest import (
+    FETCH_WAIT_S,
+    ClusterNode,
+    ClusterScene,
+    begin_fetch,
+    fetch,
+    is_chain,
+    read,
+)
 from tests.cluster_processes.failing_stores import ClusterStores, shared
 from tests.conftest import WaitUntil
 from tests.faults import content
@@ -83,10 +91,10 @@ def test_pages_that_a_node_does_not_have_are_misses_in_time(
     say(stores, boot(b, a), none, some, own)
 
     begun = monotonic()
-    assert fetch(there, none) == 0
+    assert begin_fetch(there, none).result(FETCH_WAIT_S) == 0
     assert monotonic() - begun < READ_S
     begun = monotonic()
-    assert fetch(there, some) <= TRUE
+    assert begin_fetch(there, some).result(FETCH_WAIT_S) <= TRUE
     assert monotonic() - begun < READ_S
     wait_until(lambda: fetch(there, some) == TRUE)
     assert is_chain(6, read(there, some[:TRUE]))
@@ -108,7 +116,7 @@ def test_entries_that_say_nothing_are_misses_until_they_are_announced_again(
     overwrite(stores, keys, wrong)
 
     begun = monotonic()
-    assert fetch(there, keys) == 0
+    assert begin_fetch(there, keys).result(FETCH_WAIT_S) == 0
     assert monotonic() - begun < READ_S
 
     (server,) = stores.servers

@@ -15,6 +15,7 @@ from tests.cluster_processes.conftest import (
     FETCH_WAIT_S,
     ClusterNode,
     ClusterScene,
+    begin_fetch,
     fetch,
     is_chain,
     read,
@@ -145,7 +146,7 @@ def test_a_reader_whose_memory_is_all_in_use_gets_nothing_in_time_and_all_when_i
             assert is_chain(chain, [bytes(one) for one in views.arrays])
             assert len(views.arrays) == 8
         begun = monotonic()
-        assert fetch(there, keys) == 0
+        assert begin_fetch(there, keys).result(FETCH_WAIT_S) == 0
         assert monotonic() - begun < READ_S
 
     wait_until(lambda: fetch(there, keys) == 8, CLEAN_WAIT_S)

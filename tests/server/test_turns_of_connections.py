@@ -271,7 +271,7 @@ def test_of_messages_that_are_sent_together_each_long_one_has_a_turn_of_its_own(
     async def run() -> None:
         def receive(connection: FrameConnection, _request: wire.Request) -> None:
             order.append(connection.whose)
-            clock.now_s += 0.0003 if connection.whose == "puts" else 0.00002
+            clock.now_s += 1.2 * TURN_S if connection.whose == "puts" else 0.00002
 
         server = FrameConnections(Counter(), receive, lambda _: None)
         puts, asks = both = [made(server), made(server)]

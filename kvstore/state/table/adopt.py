@@ -307,7 +307,7 @@ def _dispel(doubts: _Doubts) -> int:
         space = node.space
         known = space.end(parent_key) or space.node(parent_key, PrefixKey(b""))
         node.hang(known)
-    _cut_rings(list(doubts.lost))
+    cut = _cut_rings(list(doubts.lost))
     for node in doubts.lost:
         deepen(node)
     depths = [
@@ -329,16 +329,21 @@ def _dispel(doubts: _Doubts) -> int:
         found = space.index.get(key)
         if found is not None:
             _prune_below(found)
+    for node in cut:
+        _prune_below(node)
     return orphaned_bytes
 
 
-def _cut_rings(lost: list[PrefixNode]) -> None:
+def _cut_rings(lost: list[PrefixNode]) -> list[PrefixNode]:
     """Drop pages whose records say that they precede each other, and their descendants.
 
     Keys are hashes of everything before them, but engines compute them. Every ring contains one of
     ``lost``: all other nodes were created below an existing one.
+
+    Returns:
+        a node of each ring, which is below the root now; neither it nor what is below it has pages.
     """
-    hang: set[PrefixNode] = set()
+    hang, cut = set[PrefixNode](), list[PrefixNode]()
     for node in lost:
         path: set[PrefixNode] = set()
         at: PrefixNode | None = node
@@ -353,7 +358,9 @@ def _cut_rings(lost: list[PrefixNode]) -> None:
             for below in subtree(at):
                 for shard in list(below.place_columns):
                     below.forget_disk(shard)
+            cut.append(at)
         hang |= path
+    return cut
 
 
 def _prune_below(node: PrefixNode) -> None:

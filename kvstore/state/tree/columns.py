@@ -23,6 +23,8 @@ _SLOT: Final = _SLOTS[1]
 _EMPTY: Final[dict[int, bytes]] = {}
 _SPARSE: Final = 16
 """Entries of a table for each value that is marked in it."""
+_TABLE_BITS_MAX: Final = 26
+"""A table has at most two to the power of this entries, of a byte each."""
 
 
 def no_columns() -> dict[int, bytes]:
@@ -136,7 +138,7 @@ def may_be_in(
     values: npt.NDArray[np.uint64], some: npt.NDArray[np.uint64]
 ) -> npt.NDArray[np.bool_]:
     """For each value: whether it may be in ``some``; of those that are not, few may."""
-    bits = np.uint64((1 << (len(some) * _SPARSE).bit_length()) - 1)
+    bits = np.uint64((1 << min((len(some) * _SPARSE).bit_length(), _TABLE_BITS_MAX)) - 1)
     marked = np.zeros(int(bits) + 1, np.bool_)
     marked[some & bits] = True
     found: npt.NDArray[np.bool_] = marked[values & bits]

@@ -41,6 +41,7 @@ def found(*pages: tuple[str, str], pair: int = 0) -> FoundSegment:
         [("d", "c"), ("c", "a"), ("a", "b"), ("b", "a")],
         [("a", "a"), ("b", "a")],
         [("a", "c"), ("b", "a"), ("c", "b")],
+        [("a", "e"), ("d", "e"), ("e", "d"), ("f", "e")],
     ],
 )
 def test_pages_that_are_said_to_precede_each_other_are_left_out(ring, shard: ShardSpec):

@@ -13,6 +13,7 @@ from kvstore.state.disk.jobs import DiskTombstone
 from kvstore.state.tree.places import Place, record_bytes
 from kvstore.testing.disk import DiskFault, FaultyDisk, SimulatedDisk
 from kvstore.testing.tiers import SHARD, SPACE, PageInMemory, TierDriver, laid_out
+from kvstore.tier import recovery
 from kvstore.tier.directories import Directory
 from kvstore.tier.record import SEGMENT_MAX, segment_name
 from kvstore.tier.segments import DESCRIPTORS_MAX
@@ -165,6 +166,40 @@ def test_what_comes_after_a_page_of_one_shard_takes_no_page_of_another(disk, bur
     ]
     assert old == [(one, 0) for one in keys] + [(one, 1) for one in keys[1 + buried :]]
     assert new == [(keys[0], 1)]
+
+
+def test_a_tombstone_that_ends_within_a_key_stops_no_start(disk):
+    """No node writes one; its checksum is right."""
+    first, second = pages(2)
+    log = recovered(disk)
+    driver = TierDriver(log)
+    driver.write((Place(0, 0), first), (Place(0, 8192), second))
+    driver.tombstone(Place(0, 16384), b"abcd" + bytes(28) + second.record.key + b"abcd")
+    log.close()
+
+    [segment] = open_log(disk).recover().segments
+
+    assert segment.entries["key"].tolist() == [first.record.key]
+
+
+def test_of_too_many_shards_the_oldest_segments_are_not_used(disk, monkeypatch):
+    """A page names its space and shard by a number of 16 bits, and clients choose these."""
+    monkeypatch.setattr(recovery, "PAIRS_MAX", 2)
+    log = recovered(disk)
+    driver = TierDriver(log)
+    shards = [msgspec.structs.replace(SHARD, heads=(at, at + 1)) for at in range(3)]
+    made = [pages(1, shard=shard)[0] for shard in shards]
+    for number, page in enumerate(made):
+        driver.write((Place(number, 0), page))
+    log.close()
+
+    found = open_log(disk).recover()
+
+    assert [one.number for one in found.segments] == [1, 2]
+    assert found.pairs == [(SPACE, shard) for shard in shards[1:]]
+    assert [int(one.entries["pair"][0]) for one in found.segments] == [0, 1]
+    assert len(found.untouched) == 1
+    assert found.next_segment == 3
 
 
 def test_a_damaged_tombstone_takes_every_older_page_of_its_space(disk):
