@@ -3,11 +3,14 @@
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 
+from kvstore.protocol.page import ShardSpec
 from kvstore.testing.disk import SimulatedDisk
+from kvstore.testing.tiers import SHARD, PageInMemory
 from kvstore.tier.directories import Directory
 from kvstore.tier.ssd import SSDLog
 
@@ -52,3 +55,14 @@ def real_log(tmp_path: Path) -> Iterator[OpenLog]:
             return log
 
         yield make
+
+
+def pages(
+    count: int, size: int = 4096, parent: bytes = b"", shard: ShardSpec = SHARD
+) -> list[PageInMemory]:
+    random = Random(f"recovery {count} {size}")
+    made = []
+    for _ in range(count):
+        made.append(PageInMemory.random(random, size, parent, shard))
+        parent = made[-1].record.key
+    return made

@@ -3,33 +3,19 @@
 from pathlib import Path
 from random import Random
 
-import msgspec
 import numpy as np
 import pytest
 
 from kvstore.protocol.errors import ConfigError
-from kvstore.protocol.page import KEY_BYTES, ShardSpec, SpaceIdentity
-from kvstore.state.disk.jobs import DiskTombstone
+from kvstore.protocol.page import KEY_BYTES
 from kvstore.state.tree.places import Place, record_bytes
 from kvstore.testing.disk import DiskFault, FaultyDisk, SimulatedDisk
-from kvstore.testing.tiers import SHARD, SPACE, PageInMemory, TierDriver, laid_out
-from kvstore.tier import recovery
+from kvstore.testing.tiers import SHARD, SPACE, TierDriver, laid_out
 from kvstore.tier.directories import Directory
 from kvstore.tier.record import SEGMENT_MAX, segment_name
 from kvstore.tier.segments import DESCRIPTORS_MAX
 from kvstore.tier.ssd import SSDLog
-from tests.tier.ssd.conftest import HOME, SEGMENT_BYTES, open_log, recovered
-
-
-def pages(
-    count: int, size: int = 4096, parent: bytes = b"", shard: ShardSpec = SHARD
-) -> list[PageInMemory]:
-    random = Random(f"recovery {count} {size}")
-    made = []
-    for _ in range(count):
-        made.append(PageInMemory.random(random, size, parent, shard))
-        parent = made[-1].record.key
-    return made
+from tests.tier.ssd.conftest import HOME, SEGMENT_BYTES, open_log, pages, recovered
 
 
 def test_an_empty_log_is_recovered_empty(disk):
@@ -96,126 +82,6 @@ def test_an_unsealed_segment_is_written_on_and_sealed_after_a_start(disk):
     assert segment.sealed
     assert segment.entries["key"].tolist() == [first.record.key, second.record.key]
     assert segment.entries["sequence"].tolist() == [1, 2]
-
-
-def test_of_two_records_of_a_page_the_later_stands_and_a_tombstone_takes_both(disk):
-    (page, other) = pages(2)
-    log = recovered(disk)
-    driver = TierDriver(log)
-    driver.write((Place(0, 0), page), (Place(0, 8192), other))
-    driver.write((Place(1, 0), page))
-    log.close()
-    log = open_log(disk)
-    before = log.recover()
-    driver = TierDriver(log)
-    assert driver.tombstone(Place(1, 8192), page.record.key).error is None
-    assert driver.seal(1).error is None
-    log.close()
-    log = open_log(disk)
-    after = log.recover()
-    TierDriver(log).write((Place(2, 0), page))
-    log.close()
-    again = open_log(disk).recover()
-
-    def live(found):
-        return [segment.entries["key"].tolist() for segment in found.segments]
-
-    assert live(before) == [[other.record.key], [page.record.key]]
-    assert live(after) == [[other.record.key], []]
-    assert live(again) == [[other.record.key], [], [page.record.key]]
-
-
-def test_a_tombstone_takes_only_pages_of_its_own_space(disk):
-    (page,) = pages(1)
-    log = recovered(disk)
-    driver = TierDriver(log)
-    driver.write((Place(0, 0), page))
-    space = SpaceIdentity(model="other", kv_dtype="uint8", page_tokens=16)
-
-    def tombstone(job):
-
-        return DiskTombstone(job, Place(0, 8192), space, SHARD, page.record.key)
-
-    driver.run(tombstone)
-    log.close()
-
-    assert len(open_log(disk).recover().segments[0].entries) == 1
-
-
-@pytest.mark.parametrize("buried", [True, False])
-def test_what_comes_after_a_page_of_one_shard_takes_no_page_of_another(disk, buried):
-    """The pages of all ranks of an engine have the same keys."""
-    second = msgspec.structs.replace(SHARD, heads=(1, 2))
-    mine, theirs = pages(3), pages(3, shard=second)
-    keys = [page.record.key for page in mine]
-    assert keys == [page.record.key for page in theirs]
-    log = recovered(disk)
-    driver = TierDriver(log)
-    driver.write(*laid_out(0, [*mine, *theirs]))
-    driver.write((Place(1, 0), theirs[0]))
-    if buried:
-        driver.run(lambda job: DiskTombstone(job, Place(1, 8192), SPACE, second, keys[1]))
-    log.close()
-
-    found = open_log(disk).recover()
-
-    assert found.pairs == [(SPACE, SHARD), (SPACE, second)]
-    old, new = [
-        list(zip(one.entries["key"].tolist(), one.entries["pair"].tolist(), strict=True))
-        for one in found.segments
-    ]
-    assert old == [(one, 0) for one in keys] + [(one, 1) for one in keys[1 + buried :]]
-    assert new == [(keys[0], 1)]
-
-
-def test_a_tombstone_that_ends_within_a_key_stops_no_start(disk):
-    """No node writes one; its checksum is right."""
-    first, second = pages(2)
-    log = recovered(disk)
-    driver = TierDriver(log)
-    driver.write((Place(0, 0), first), (Place(0, 8192), second))
-    driver.tombstone(Place(0, 16384), b"abcd" + bytes(28) + second.record.key + b"abcd")
-    log.close()
-
-    [segment] = open_log(disk).recover().segments
-
-    assert segment.entries["key"].tolist() == [first.record.key]
-
-
-def test_of_too_many_shards_the_oldest_segments_are_not_used(disk, monkeypatch):
-    """A page names its space and shard by a number of 16 bits, and clients choose these."""
-    monkeypatch.setattr(recovery, "PAIRS_MAX", 2)
-    log = recovered(disk)
-    driver = TierDriver(log)
-    shards = [msgspec.structs.replace(SHARD, heads=(at, at + 1)) for at in range(3)]
-    made = [pages(1, shard=shard)[0] for shard in shards]
-    for number, page in enumerate(made):
-        driver.write((Place(number, 0), page))
-    log.close()
-
-    found = open_log(disk).recover()
-
-    assert [one.number for one in found.segments] == [1, 2]
-    assert found.pairs == [(SPACE, shard) for shard in shards[1:]]
-    assert [int(one.entries["pair"][0]) for one in found.segments] == [0, 1]
-    assert len(found.untouched) == 1
-    assert found.next_segment == 3
-
-
-def test_a_damaged_tombstone_takes_every_older_page_of_its_space(disk):
-    first, second = pages(2)
-    log = recovered(disk)
-    driver = TierDriver(log)
-    driver.write((Place(0, 0), first))
-    driver.tombstone(Place(0, 8192), bytes(32))
-    driver.write((Place(0, 16_384), second))
-    driver.seal(0)
-    log.close()
-    disk.change(HOME / "0" / segment_name(0), lambda content: content.__setitem__(8192 + 4096, 1))
-
-    (segment,) = open_log(disk).recover().segments
-
-    assert segment.entries["key"].tolist() == [second.record.key]
 
 
 def test_a_torn_record_between_whole_ones_is_stepped_over(disk):
