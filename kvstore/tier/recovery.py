@@ -49,7 +49,7 @@ _MAGIC: Final = int.from_bytes(b"kvsREC\r\n", "little")
 _SPREAD: Final = 0x9E3779B97F4A7C15
 """Odd, with bits everywhere: different pairs get different marks for one key."""
 PAIRS_MAX = 1 << 16
-"""Maximum spaces and shards of all pages of a log: an entry has so many numbers for them."""
+"""Maximum pairs of space and shard in a log: :data:`ENTRY` has 16 bits for the number of one."""
 _SEQUENCE_BITS: Final = 32
 """A segment has fewer records than fit into these bits."""
 
@@ -327,17 +327,21 @@ def combine(found: Iterable[SegmentScan]) -> RecoveredLog:
 
 
 def _numbered(ordered: list[SegmentScan]) -> list[SegmentScan]:
-    """The segments, of which the newest ones are used whose pairs can be numbered."""
-    pairs: set[bytes] = set()
+    """Do not use the oldest segments if the log has more pairs than there are numbers.
+
+    All before the first one that is not used are not used either: a tombstone in that one may
+    remove their pages.
+    """
+    pairs, fits = set[bytes](), True
     found: list[SegmentScan] = []
     for one in reversed(ordered):
-        more = set(one.loaded.pairs) - pairs if one.loaded is not None else set[bytes]()
-        if len(pairs) + len(more) > PAIRS_MAX:
-            reason = f"with it, the log has shards of more than {PAIRS_MAX} kinds"
-            found.append(one._replace(loaded=None, reason=reason))
-            continue
-        pairs |= more
-        found.append(one)
+        if one.loaded is not None:
+            pairs.update(one.loaded.pairs if fits else ())
+            fits = fits and len(pairs) <= PAIRS_MAX
+        reason = f"the log has more than {PAIRS_MAX} pairs of space and shard"
+        found.append(
+            one if fits or one.loaded is None else one._replace(loaded=None, reason=reason)
+        )
     return found[::-1]
 
 

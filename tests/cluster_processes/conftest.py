@@ -305,19 +305,18 @@ def fetch(space: Space, keys: PrefixKeys, shard: int = 0) -> int:
     """Bring pages of other nodes here; returns how many are here then.
 
     A node takes its directory for empty when a busy machine keeps it from answering for 50 ms. If
-    that happened, the pages are fetched again until the node has asked the directory again.
+    that happened, the pages are fetched again until the node asks the directory anew.
     """
-    late, found = _locates_timed_out(space), -1
+    late, found, again_until = _locates_timed_out(space), -1, 0.0
 
     def came() -> bool:
-        nonlocal late, found
+        nonlocal late, found, again_until
         found = begin_fetch(space, keys, shard).result(FETCH_WAIT_S)
         before, late = late, _locates_timed_out(space)
         if late > before:
-            again_until.append(time.monotonic() + 1.5 * FRESH_NS / 1e9)
-        return found == len(keys) or not again_until or time.monotonic() > again_until[-1]
+            again_until = time.monotonic() + 1.5 * FRESH_NS / 1e9
+        return found == len(keys) or time.monotonic() >= again_until
 
-    again_until: list[float] = []
     wait_for(came, CLEAN_WAIT_S)
     return found
 

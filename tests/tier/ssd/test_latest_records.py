@@ -102,18 +102,17 @@ def test_of_too_many_shards_the_oldest_segments_are_not_used(disk, monkeypatch):
     log = recovered(disk)
     driver = TierDriver(log)
     shards = [msgspec.structs.replace(SHARD, heads=(at, at + 1)) for at in range(3)]
-    made = [pages(1, shard=shard)[0] for shard in shards]
-    for number, page in enumerate(made):
-        driver.write((Place(number, 0), page))
+    for number, shard in enumerate([shards[1], *shards]):
+        driver.write((Place(number, 0), pages(number + 1, shard=shard)[-1]))
     log.close()
 
     found = open_log(disk).recover()
 
-    assert [one.number for one in found.segments] == [1, 2]
+    assert [one.number for one in found.segments] == [2, 3], "0 has no new shard, but is older"
     assert found.pairs == [(SPACE, shard) for shard in shards[1:]]
     assert [int(one.entries["pair"][0]) for one in found.segments] == [0, 1]
-    assert len(found.untouched) == 1
-    assert found.next_segment == 3
+    assert len(found.untouched) == 2
+    assert found.next_segment == 4
 
 
 def test_a_damaged_tombstone_takes_every_older_page_of_its_space(disk):
