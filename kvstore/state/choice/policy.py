@@ -415,8 +415,9 @@ class HighestReuse:
             self._of_kind.setdefault(cell[0], set()).add(cell)
             self._rank(cell)
         leaves.push(entry)
-        due = leaves.first()[0] + self._reuse.upper_edge(cell[1])
-        if due < self._due_at.get(cell, due + 1):
+        oldest: int = leaves.first()[0]
+        due = oldest + self._reuse.upper_edge(cell[1])
+        if oldest == entry[0] and due < self._due_at.get(cell, due + 1):  # else as before
             self._due_at[cell] = due
             heappush(self._due, (due, cell))
 
@@ -453,8 +454,8 @@ class HighestReuse:
             if leaves and leaves.first()[0] + self._reuse.upper_edge(cell[1]) <= tick:
                 entry = leaves.pop()
                 access, _, node = entry
-                if not is_live(node):
-                    leave(node, self._slot_bytes)
+                if not is_live(node) or node.children_in_memory:
+                    leave(node, self._slot_bytes)  # a leaf again, it is offered again
                 elif node.access == access:
                     age_bin = self._reuse.bin_of(tick - access)
                     self._put((cell[0], age_bin, cell[2]), entry)
