@@ -149,8 +149,9 @@ class TakesAll:
         return self.pages.stats(NO_RECORDS)
 
     def _end(self, most: int, now_ns: int) -> None:
-        for _ in range(min(most, len(self._begun))):
-            self._node.disk_completed(self._begun.popleft(), None, now_ns)
+        for left in reversed(range(min(most, len(self._begun)))):
+            last = not left % POLLED_MAX
+            self._node.disk_completed(self._begun.popleft(), None, now_ns, last=last)
 
 
 class LoneNode:

@@ -183,16 +183,17 @@ class Node:
 
     def disk_completed(
         self, job: int, error: KVStoreError | None, now_ns: int, tokens: bytes = b"",
-        failed: tuple[int, ...] = (),
+        failed: tuple[int, ...] = (), *, last: bool = True,
     ) -> None:  # fmt: skip
         """The SSD tier has completed a job; ``error`` None = success.
 
-        ``tokens``: tokens in the record, if the job read one. ``failed``: segments that it could
-        not sync.
+        ``tokens``: of a record that was read. ``failed``: segments that it could not sync.
+        ``last``: no other job's end follows in this turn; what waits goes on after the last one.
         """
         self.pages.moment.now_ns = now_ns
-        self._room_may_be |= self.pages.tiers.completed(job, error, tokens, failed)
-        self._after(now_ns)
+        self._room_may_be |= self.pages.tiers.completed(job, error, tokens, failed, last=last)
+        if last:
+            self._after(now_ns)
 
     def located(self, number: int, holdings: Sequence[Holding], now_ns: int) -> None:
         """The directory has answered a :class:`~kvstore.state.remote.jobs.Locate`."""
@@ -279,8 +280,7 @@ class Node:
         assert all(older.lost for older in own), "two connections of one process"
         session.engine = session.engine or engine
         process = Process(connection, peer, session, request.origin, request.number)
-        session.processes[connection] = process
-        self.processes[connection] = process
+        self.processes[connection] = session.processes[connection] = process
         return wire.Welcome(
             request.id, wire.PROTOCOL_MAJOR, wire.PROTOCOL_MINOR, self.boot, self.name,
             session.token, self.pages.slots.extent_bytes, session.quota_bytes,
@@ -446,7 +446,7 @@ class Node:
             ended += self.remote.spreads.ended
             self.remote.spreads.ended.clear()
         begun = self._requests.begun
-        if self.waiting.count:
+        if self.waiting.count and self.waiting.awaits_others(ROOM):
             things = {(at.space.number, key): None for at in actions for key in at.keys}
             things |= {(number, key): None for number, keys in begun for key in keys}
             for thing in [*things, *ended]:

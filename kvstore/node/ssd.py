@@ -163,9 +163,8 @@ class DiskTier:
     def poll(self, now_ns: int) -> None:
         """Pass completed jobs to the node, and ask for another call if more are left."""
         self._completions.extend(self._log.poll())
-        for _ in range(min(COMPLETIONS_TURN, len(self._completions))):
-            completion = self._completions.popleft()
-            self._end(completion, now_ns)
+        for left in reversed(range(min(COMPLETIONS_TURN, len(self._completions)))):
+            self._end(self._completions.popleft(), now_ns, last=not left)
         if self.behind:
             self._wake()
 
@@ -190,14 +189,14 @@ class DiskTier:
         """Content and counts of the tier."""
         return self.pages.stats(self._log.stats(), self.recovery_s)
 
-    def _end(self, ended: Completion, now_ns: int) -> None:
+    def _end(self, ended: Completion, now_ns: int, *, last: bool = True) -> None:
         job, error = ended.job, ended.error
         del self._jobs[job]
         self._scratch.pop(job, None)
         if error is not None:  # logged once while it lasts; all are counted
             level = logging.DEBUG if self.pages.degraded else logging.WARNING
             log.log(level, "the SSD tier: %s: %s", error.code, error)
-        self._node.disk_completed(job, error, now_ns, ended.tokens, ended.failed)
+        self._node.disk_completed(job, error, now_ns, ended.tokens, ended.failed, last=last)
 
     def _waits(self, job: DiskJob) -> bool:
         """Whether a page's target memory is still being created."""

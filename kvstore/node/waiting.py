@@ -147,6 +147,10 @@ class WaitingRoom:
         """The request that has waited longest for one thing."""
         return next(iter(self._by_thing.get(thing, ())), None)
 
+    def awaits_others(self, thing: Hashable) -> bool:
+        """Whether a request that is not ready waits for something else than this."""
+        return len(self._by_thing) > (thing in self._by_thing)
+
     def of(self, connection: int) -> list[Waiter]:
         """The waiting requests of one connection."""
         return list(self._by_connection.get(connection, ()))

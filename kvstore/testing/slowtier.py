@@ -79,8 +79,9 @@ class SimulatedTier:
     def poll(self, now_ns: int) -> None:
         """See :class:`~kvstore.node.desk.DiskSide`."""
         ended, self._ended = self._ended, []
-        for job, error, tokens in ended:
-            self._node.disk_completed(job, error, now_ns, tokens)
+        for number, (job, error, tokens) in enumerate(ended, start=1):
+            last = number == len(ended)
+            self._node.disk_completed(job, error, now_ns, tokens, last=last)
 
     def stats(self) -> SsdCounts:
         """See :class:`~kvstore.node.desk.DiskSide`."""

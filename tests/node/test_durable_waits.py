@@ -7,6 +7,7 @@ import numpy as np
 
 from kvstore.node.node import Node
 from kvstore.node.requests import NodeLimits
+from kvstore.node.waiting import Waiter, WaitingRoom
 from kvstore.protocol import wire
 from kvstore.protocol.errors import TierUnavailable
 from kvstore.protocol.page import CanonicalLayout, PrefixKeys, ShardSpec, SpaceIdentity, page_keys
@@ -105,6 +106,21 @@ def test_a_durable_put_waits_for_a_segment_that_is_being_reclaimed():
     assert world.end(DiskSync) == [wire.Persisted(5)]
 
 
+def test_what_waits_for_jobs_goes_on_after_the_last_of_those_that_end_in_one_turn():
+    world = DurableWorld()
+    first, second = world.store(0), world.store(1)
+    assert world.persist(first) == world.persist(second) == []
+    writes = list(world.disk.jobs)
+    world.disk.jobs.clear()
+
+    world.node.disk_completed(writes[0].job, None, world.now_ns, last=False)
+    assert not world.disk.jobs
+    world.node.disk_completed(writes[1].job, None, world.now_ns)
+
+    assert [type(job) for job in world.disk.jobs] == [DiskSync], "one for both"
+    assert world.end(DiskSync) == [wire.Persisted(5)] * 2
+
+
 def test_a_durable_put_for_which_no_room_comes_is_refused_when_its_time_is_up():
     world = DurableWorld()
     world.fill()
@@ -179,3 +195,17 @@ def test_of_all_that_wait_for_room_one_tries_in_vain_for_each_job_that_ends(monk
         answers += world.end(DiskJob)
     assert answers == [wire.Persisted(5)] * 9
     assert not len(world.node.waiting)
+
+
+def test_only_of_what_somebody_waits_for_is_news_looked_for():
+    room = WaitingRoom()
+    for_room, for_page = (Waiter(1, b"a", None, 32, 0, 1 << 60, at) for at in ("room", "page"))
+    assert not room.awaits_others("room")
+    room.add(for_room)
+    assert not room.awaits_others("room")
+    assert room.awaits_others("page")
+    room.add(for_page)
+    assert room.awaits_others("room")
+
+    room.wake("page")
+    assert not room.awaits_others("room"), "it is ready, and waits for its turn"

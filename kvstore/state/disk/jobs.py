@@ -52,6 +52,9 @@ EVICT: Final = Verdict.EVICT
 WRITING: Final = Verdict.WRITING
 FULL: Final = Verdict.FULL
 NO_SYNC: Final = SyncPolicy.NONE
+INTERVAL: Final = SyncPolicy.INTERVAL
+THROUGH: Final = WritePolicy.THROUGH
+SELECTIVE: Final = WritePolicy.SELECTIVE
 """Members of a class are looked up by Python code each time, these are not."""
 
 
@@ -72,6 +75,10 @@ class DiskRules:
     sync_interval_ns: int
     in_flight_bytes_max: int
     retry_ns: int = 5_000_000_000
+
+
+NO_RULES: Final = DiskRules(WritePolicy.BACK, NO_SYNC, 0, 0)
+"""Of a node without a disk."""
 
 
 @dataclass(slots=True, init=False)

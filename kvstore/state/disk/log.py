@@ -467,12 +467,10 @@ def _fitting(segment: Segment, size: int, pair: tuple[int, int], records: int) -
     if pair not in segment.pairs and len(segment.pairs) >= SEGMENT_PAIRS_MAX:
         return 0
     room = segment.size_bytes - segment.end
-
-    def fits(more: int) -> bool:
-        return more * size + footer_bytes(segment.records + more) <= room
-
     fitting = max(0, min(records, (room - footer_bytes(segment.records + records)) // size))
-    while fitting < records and fits(fitting + 1):
+    while fitting < records:  # the footer of fewer records is shorter
+        if (fitting + 1) * size + footer_bytes(segment.records + fitting + 1) > room:
+            break
         fitting += 1
     return fitting
 

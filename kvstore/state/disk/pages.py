@@ -29,6 +29,11 @@ from kvstore.state.disk.graves import Graves
 from kvstore.state.disk.jobs import (
     DURABLES_MAX,
     EVICT,
+    FULL,
+    NO_RULES,
+    SELECTIVE,
+    THROUGH,
+    WRITING,
     CorruptRecord,
     DiskCheck,
     DiskRead,
@@ -41,10 +46,8 @@ from kvstore.state.disk.jobs import (
     LeftDisk,
     PageMemory,
     RecordOf,
-    SyncPolicy,
     UnpinSlots,
     Verdict,
-    WritePolicy,
 )
 from kvstore.state.disk.limits import DiskLimits
 from kvstore.state.disk.loads import DiskLoads
@@ -148,12 +151,13 @@ class DiskPages:
         return self.degraded or (self._sync_failed and self.log.is_failing)
 
     def stored(
-        self, nodes: Iterable[PrefixNode], keys_of: Iterable[list[PrefixKey]], shard: int
+        self, nodes: Sequence[PrefixNode], keys_of: Sequence[list[PrefixKey]], shard: int
     ) -> None:
         """Pages became READY in memory: these keys of each node, which may be split by now."""
-        for node, keys in zip(nodes, keys_of, strict=True):
-            if self.rules.write is WritePolicy.THROUGH or node.disk_pins:
-                self._backlog.add_stored(node, keys, shard)
+        assert len(nodes) == len(keys_of)
+        for at, node in enumerate(nodes):
+            if self.rules.write is THROUGH or node.disk_pins:
+                self._backlog.add_stored(node, keys_of[at], shard)
         if self._backlog:
             self._pump()
 
@@ -161,7 +165,7 @@ class DiskPages:
         """A request loads a run of pages: it uses those before them, too, wherever it has them."""
         mark_before(nodes[0], self._memory.moment.tick)
         node = nodes[-1]
-        if self.rules.write is WritePolicy.SELECTIVE and self.writes.is_dirty(node, shard):
+        if self.rules.write is SELECTIVE and self.writes.is_dirty(node, shard):
             self._backlog.add(node, shard)
             self._pump()
 
@@ -188,7 +192,7 @@ class DiskPages:
                 self.admission.refuse(min(pages, node.count))
                 self._memory.counts["not_admitted_pages"] += min(pages, node.count)
                 continue
-            if self.rules.write is WritePolicy.SELECTIVE and not node.uses:
+            if self.rules.write is SELECTIVE and not node.uses:
                 continue
             if self.degraded:
                 self._memory.counts["demotions_failed"] += min(pages, node.count)
@@ -197,7 +201,7 @@ class DiskPages:
             waits = self._in_vain == self._memory.moment.tick and self._room_is_made
             waits = waits and not self.log.has_room(node.space, shard)
             if self.is_full or self._evicted >= EVICTED_TURN or waits:
-                return Verdict.FULL
+                return FULL
             full, before = self._memory.counts["disk_full_pages"], self.writes.in_flight_bytes
             each = node.space.shards[shard].record_bytes
             room = max(1, (self.rules.in_flight_bytes_max - before) // each)
@@ -206,10 +210,10 @@ class DiskPages:
             begun = (self.writes.in_flight_bytes - before) // each
             self._evicted += max(begun, node.count)
             if self.writes.holds(node, shard) or begun >= most:
-                verdict = Verdict.WRITING  # the pages before it come first, if they are many
+                verdict = WRITING  # the pages before it come first, if they are many
             elif self._memory.counts["disk_full_pages"] > full and self._room_is_made:
                 self._in_vain = self._memory.moment.tick
-                return Verdict.FULL  # it waits for its place rather than be dropped
+                return FULL  # it waits for its place rather than be dropped
         return verdict
 
     def make_durable(self, nodes: Sequence[PrefixNode], shard: int) -> Durable:
@@ -287,7 +291,7 @@ class DiskPages:
         for space in spaces:
             for number in space.by_creation.numbers(0):
                 for node in space.by_creation.nodes(number):
-                    if self.rules.write is not WritePolicy.SELECTIVE or node.uses:
+                    if self.rules.write is not SELECTIVE or node.uses:
                         for shard in node.slot_columns:
                             if self.writes.is_dirty(node, shard):
                                 self._backlog.add(node, shard)
@@ -436,7 +440,7 @@ class DiskPages:
         for node, shard in self.writes.wrote(job, error):
             if node.disk_pins:
                 self._backlog.add(node, shard)
-        if isinstance(error, PageCorrupt) and is_in_slot(job, of):
+        if error is not None and isinstance(error, PageCorrupt) and is_in_slot(job, of):
             self._queue.effects.append(CorruptRecord(of.space, of.shard, job.page.key))
 
     def go_on(self) -> None:
@@ -503,5 +507,4 @@ class DiskPages:
 
 def no_disk(memory: PageMemory) -> DiskPages:
     """The disk side of a node without an SSD tier: its log has no room, so it accepts no record."""
-    rules = DiskRules(WritePolicy.BACK, SyncPolicy.NONE, 0, 0)
-    return DiskPages(memory, SegmentLog(0, BLOCK_BYTES), Admission("all", 0, 0), rules)
+    return DiskPages(memory, SegmentLog(0, BLOCK_BYTES), Admission("all", 0, 0), NO_RULES)

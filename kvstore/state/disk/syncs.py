@@ -9,7 +9,7 @@ from typing import Final
 
 from kvstore.protocol.errors import KVStoreError
 from kvstore.state.disk.durability import pages_of
-from kvstore.state.disk.jobs import NO_SYNC, DiskRules, DiskSync, Durable, SyncPolicy
+from kvstore.state.disk.jobs import INTERVAL, NO_SYNC, DiskRules, DiskSync, Durable
 from kvstore.state.disk.queue import DiskQueue
 
 DURABLES_STEP: Final = 8
@@ -78,7 +78,7 @@ class Syncs:
         """Start a sync if one is due."""
         if self._under_way or not self._unsynced or self._rules.sync is NO_SYNC:
             return
-        if self._rules.sync is SyncPolicy.INTERVAL and now_ns < self._due_ns:
+        if self._rules.sync is INTERVAL and now_ns < self._due_ns:
             return
         self._due_ns = now_ns + self._rules.sync_interval_ns
         self._unsynced, self._under_way = False, True
@@ -107,4 +107,4 @@ class Syncs:
     def next_deadline_ns(self) -> int:
         """When :meth:`advance` may start a sync by the clock; 0 = none waits for it."""
         waits = self._unsynced and not self._under_way
-        return self._due_ns if waits and self._rules.sync is SyncPolicy.INTERVAL else 0
+        return self._due_ns if waits and self._rules.sync is INTERVAL else 0

@@ -38,16 +38,19 @@ class Tiers:
 
     def completed(
         self, job: int, error: KVStoreError | None, tokens: bytes = b"",
-        failed: tuple[int, ...] = (),
+        failed: tuple[int, ...] = (), *, last: bool = True,
     ) -> bool:  # fmt: skip
         """Process the end of a job; see :meth:`kvstore.state.disk.pages.DiskPages.completed`.
+
+        ``last``: no other job's end follows at once; else :meth:`go_on` is left to that one.
 
         Returns:
             whether there may be more room than before.
         """
         more = self._held.disk.completed(job, error, tokens, failed)
         apply_effects(self._held)
-        self.go_on()
+        if last:
+            self.go_on()
         return more
 
     def go_on(self) -> None:
