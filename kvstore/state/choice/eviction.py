@@ -251,13 +251,13 @@ class Eviction:
     def _oldest(self, queues: list[tuple[str, int]]) -> PrefixNode | None:
         """The longest unused one of the next leaves of several queues."""
         if len(queues) == 1 and not self._next:
-            chosen = self._pop(*queues[0])
+            chosen = self._pop(queues[0])
             if chosen is None or not self._is_spared(chosen):
                 return chosen
             self.add_candidate(chosen)
             return None
         for queue in queues:
-            if queue not in self._next and (node := self._pop(*queue)) is not None:
+            if queue not in self._next and (node := self._pop(queue)) is not None:
                 self._next[queue] = node
         while True:
             first: tuple[str, int] | None = None
@@ -271,22 +271,21 @@ class Eviction:
             del self._next[first]
             if first[1] in classes(chosen) and self.evictable(chosen):
                 return chosen
-            if (node := self._pop(*first)) is not None:  # that one has changed meanwhile
+            if (node := self._pop(first)) is not None:  # that one has changed meanwhile
                 self._next[first] = node
 
     def _is_spared(self, node: PrefixNode) -> bool:
         since_ns = self.spared_since_ns
         return since_ns > 0 and max(node.used_ns, node.stored_ns) >= since_ns
 
-    def _pop(self, name: str, slot_bytes: int) -> PrefixNode | None:
+    def _pop(self, queue: tuple[str, int]) -> PrefixNode | None:
         """The next evictable leaf of a queue, a replica or not."""
-        queue = (name, slot_bytes)
         if not self.has_replicas:
-            return self._pop_other(name, slot_bytes)
-        replica = None if queue in self._no_replica else self._pop_replica(name, slot_bytes)
+            return self._pop_other(queue)
+        replica = None if queue in self._no_replica else self._pop_replica(queue)
         if replica is not None:
             if queue not in self._others_used:
-                other = self._pop_other(name, slot_bytes)
+                other = self._pop_other(queue)
                 if other is None:
                     return replica
                 self._others_used[queue] = other.access
@@ -297,11 +296,12 @@ class Eviction:
             self.add_candidate(replica)
             self._no_replica.add(queue)
         # Replicas of which none goes first do go when there is nothing else.
-        return self._pop_other(name, slot_bytes) or self._pop_replica(name, slot_bytes)
+        return self._pop_other(queue) or self._pop_replica(queue)
 
-    def _pop_replica(self, name: str, slot_bytes: int) -> PrefixNode | None:
+    def _pop_replica(self, queue: tuple[str, int]) -> PrefixNode | None:
         """The replica of a queue that was unused for longest."""
-        line = self._replicas.get((name, slot_bytes))
+        name, slot_bytes = queue
+        line = self._replicas.get(queue)
         while line is not None and self._strays < TAKE_OVER_MAX:
             node = line.pop(self._tick)
             if node is None:
@@ -315,18 +315,19 @@ class Eviction:
             self._strays += 1
         return None
 
-    def _pop_other(self, name: str, slot_bytes: int) -> PrefixNode | None:
+    def _pop_other(self, queue: tuple[str, int]) -> PrefixNode | None:
         """The next evictable leaf of a queue of the policy."""
-        queue = self._queue(name, slot_bytes)
-        if self._before and (name, slot_bytes) not in self._took_over:
-            self._took_over.add((name, slot_bytes))
-            self._take_more((name, slot_bytes))
+        name, slot_bytes = queue
+        leaves = self._queue(name, slot_bytes)
+        if self._before and queue not in self._took_over:
+            self._took_over.add(queue)
+            self._take_more(queue)
         if self._passed:
-            self._end_grace((name, slot_bytes))
+            self._end_grace(queue)
         continued: list[PrefixNode] = []
         looked = 0
-        node = queue.pop(self._tick)
-        while node is not None or self._look_further((name, slot_bytes)):
+        node = leaves.pop(self._tick)
+        while node is not None or self._look_further(queue):
             if node is None:
                 pass
             elif self._queue_name(node.space) != name:
@@ -340,9 +341,9 @@ class Eviction:
                     continued.append(node)
                 if not self._looks.take(self._tick, looked):
                     return self._leaf_behind(continued, slot_bytes)
-            elif not self._passes_over((name, slot_bytes), node):
+            elif not self._passes_over(queue, node):
                 return node
-            node = queue.pop(self._tick)
+            node = leaves.pop(self._tick)
         return None
 
     def _leaf_behind(self, continued: list[PrefixNode], slot_bytes: int) -> PrefixNode | None:

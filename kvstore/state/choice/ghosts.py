@@ -24,8 +24,9 @@ _NONE: Final = 0xFFFF_FFFF
 _NAMES_MAX: Final = 255
 _FACTS: Final = struct.Struct("<32sIHIBBIQQQQ")
 """head, space, shard, wanting space, cause, policy, hits, stored, used, left, wanted bytes."""
-_ENTRY_BYTES: Final = KEY_BYTES + _FACTS.size
+_ENTRY: Final = struct.Struct(f"{KEY_BYTES}s{_FACTS.size}s")
 """A page's key, and its facts."""
+_ENTRY_BYTES: Final = _ENTRY.size
 
 
 class Ghost(NamedTuple):
@@ -81,6 +82,7 @@ class Ghosts:
         self._part_max = entries_max // count
         self._parts = [_Part() for _ in range(count)]
         self._names: list[str] = [""]
+        self._numbers = {"": 0}
 
     def __len__(self) -> int:
         return sum(len(part.entries) for part in self._parts) // _ENTRY_BYTES
@@ -109,8 +111,7 @@ class Ghosts:
                 entries += key + facts
                 continue
             oldest = part.oldest
-            at = oldest * _ENTRY_BYTES
-            entries[at : at + _ENTRY_BYTES] = key + facts
+            _ENTRY.pack_into(entries, oldest * _ENTRY_BYTES, key, facts)
             part.oldest = oldest + 1 if oldest + 1 < self._part_max else 0
             self.forgotten += 1
 
@@ -153,9 +154,11 @@ class Ghosts:
         )  # fmt: skip
 
     def _number(self, name: str) -> int:
-        if name not in self._names and len(self._names) < _NAMES_MAX:
+        number = self._numbers.get(name)
+        if number is None and len(self._names) < _NAMES_MAX:
+            number = self._numbers[name] = len(self._names)
             self._names.append(name)
-        return self._names.index(name) if name in self._names else 0
+        return number or 0
 
 
 class _Part:

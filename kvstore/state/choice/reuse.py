@@ -23,13 +23,15 @@ memory and say how fast to believe; docs/internals/policies.md says on which dat
 
 from collections import deque
 from operator import mul
-from typing import ClassVar, Final
+from typing import Final
 
 from kvstore.protocol.page import KEY_BYTES, PrefixKey
 from kvstore.state.tree.node import PrefixNode
 
 Kind = tuple[int, ...]
 
+BINS: Final = 44
+"""Bins of age; the last one has what is older, too."""
 OBSERVED_MAX: Final = 1 << 16
 """Maximum prompts under observation; the oldest is dropped first."""
 BELIEF: Final = 60.0
@@ -81,11 +83,12 @@ class ReuseCounts:
         """
         foreseen = sum(map(mul, self.seen, before))
         level = BELIEF * (sum(self.reused) + LEVEL_BELIEF) / (foreseen + LEVEL_BELIEF)
+        reused, seen = self.reused, self.seen
         return [
             hazard
-            if (hazard := (uses + level * expected) / (count + BELIEF)) < HAZARD_MAX
+            if (hazard := (reused[at] + level * expected) / (seen[at] + BELIEF)) < HAZARD_MAX
             else HAZARD_MAX
-            for uses, count, expected in zip(self.reused, self.seen, before, strict=False)
+            for at, expected in enumerate(before)
         ]
 
     def halve(self) -> None:
@@ -114,12 +117,10 @@ class Observation:
 class LearnedReuse:
     """Observes prefixes, and ranks kinds and ages of pages by the outcomes."""
 
-    BINS: ClassVar[int] = 44
-
     def __init__(self) -> None:
         self._observed: list[dict[bytes, Observation]] = [{} for _ in range(PARTS)]
         self._in_order: deque[Observation] = deque()
-        self._by_age: list[deque[Observation]] = [deque() for _ in range(self.BINS)]
+        self._by_age: list[deque[Observation]] = [deque() for _ in range(BINS)]
         self._table: dict[Kind, ReuseCounts] = {}
         self._tables: list[ReuseCounts] = []
         self._counted: dict[Kind, tuple[ReuseCounts, ...]] = {}
@@ -198,7 +199,7 @@ class LearnedReuse:
         elif self._behind:
             self._behind = self._advance(tick)
         if parent.branches < BRANCHES_SHARED:
-            self._replace(parent)
+            self._take(parent.key)  # uses will be reported of its new continuation
         self._end, self._end_tick, self._end_key = node, tick, node.key
         before_end = node.key_before(node.count - 1)
         assert before_end is not None, node
@@ -261,8 +262,8 @@ class LearnedReuse:
         bins, *events = self._ranked[kind]
         if bins != self._bins():
             return True
-        for counts, then in zip(self._counts_of(kind), events, strict=True):
-            if not then <= counts.events <= then + then // FRESH:
+        for at, counts in enumerate(self._counts_of(kind)):
+            if not events[at] <= counts.events <= events[at] + events[at] // FRESH:
                 return True
         return False
 
@@ -289,16 +290,16 @@ class LearnedReuse:
                 del self._part(oldest.key)[oldest.key]
                 oldest.key = None
 
-    def _replace(self, node: PrefixNode) -> None:
-        """Observe the new continuation of ``node`` instead of it: uses will be reported there."""
-        watched = self._part(node.key).pop(node.key, None)
+    def _take(self, key: bytes) -> Observation | None:
+        """End the observation of a page, if there is one."""
+        watched = self._part(key).pop(key, None)
         if watched is not None:
             watched.key = None
+        return watched
 
     def _close(self, node: PrefixNode, tick: int) -> Observation | None:
-        watched = self._part(node.key).pop(node.key, None)
+        watched = self._take(node.key)
         if watched is not None:
-            watched.key = None
             age_bin = self.bin_of(tick - watched.since)
             for counts in watched.counts:
                 counts.reused[age_bin] += 1
@@ -316,7 +317,7 @@ class LearnedReuse:
             whether more is left than one call may do.
         """
         left = ADVANCE_MAX
-        for age_bin in range(min(self.bin_of(tick) + 1, self.BINS - 1)):
+        for age_bin in range(min(self.bin_of(tick) + 1, BINS - 1)):
             waiting, older = self._by_age[age_bin], self._by_age[age_bin + 1]
             if not waiting:
                 continue
@@ -357,13 +358,13 @@ class LearnedReuse:
             self._stale.append(kind)
         return ranks[age_bin]
 
-    @classmethod
-    def bin_of(cls, age: int) -> int:
+    @staticmethod
+    def bin_of(age: int) -> int:
         """The bin of an age in ticks."""
         if age < 2:
             return 0
         octave = age.bit_length() - 1
-        return min(2 * octave + (age >> (octave - 1) & 1), cls.BINS - 1)
+        return min(2 * octave + (age >> (octave - 1) & 1), BINS - 1)
 
     @staticmethod
     def upper_edge(age_bin: int) -> int:
@@ -378,7 +379,7 @@ class LearnedReuse:
             for general in _general(kind):
                 row = self._table.get(general)
                 if row is None:
-                    row = self._table[general] = ReuseCounts(self.BINS)
+                    row = self._table[general] = ReuseCounts(BINS)
                     self._tables.append(row)
                 rows.append(row)
             counted = self._counted[kind] = tuple(rows)
@@ -391,17 +392,18 @@ class LearnedReuse:
         hazards = turns.hazards(placed)
         usual = some_turns.hazards(placed)
         for trait in traits:
+            with_trait = trait.hazards(usual)
             hazards = [
-                product if (product := hazard * with_trait / without) < HAZARD_MAX else HAZARD_MAX
-                for hazard, with_trait, without in zip(
-                    hazards, trait.hazards(usual), usual, strict=True
-                )
+                product
+                if (product := hazard * with_trait[at] / usual[at]) < HAZARD_MAX
+                else HAZARD_MAX
+                for at, hazard in enumerate(hazards)
             ]
         return hazards
 
     def _bins(self) -> int:
         """How many bins to compute: no page is older than the clock, so later ones are equal."""
-        return min(self.bin_of(self._end_tick) + 2, self.BINS)
+        return min(self.bin_of(self._end_tick) + 2, BINS)
 
     def _index(self, kind: Kind) -> list[float]:
         """The Gittins index at the start of each bin, computed from the last bin to the first.
@@ -410,7 +412,7 @@ class LearnedReuse:
         """
         hazards = self._hazards(kind)
         bins = len(hazards)
-        assert 0 < bins <= self.BINS
+        assert 0 < bins <= BINS
         self._ranked[kind] = [bins] + [counts.events for counts in self._counts_of(kind)]
         ranks = [0.0] * bins
         stretches: list[tuple[float, float, float, float]] = []
@@ -422,7 +424,7 @@ class LearnedReuse:
                 uses, ticks, alive = uses + alive * more, ticks + alive * longer, alive * left
             ranks[at] = uses / ticks
             stretches.append((ranks[at], uses, ticks, alive))
-        return ranks + ranks[-1:] * (self.BINS - bins)
+        return ranks + ranks[-1:] * (BINS - bins)
 
 
 def _kind(node: PrefixNode, place: int, deepest: int, pages_added: int) -> Kind:
@@ -456,7 +458,7 @@ def _edge(age_bin: int) -> int:
     return 3 << octave - 1 if age_bin % 2 else 1 << octave
 
 
-_EDGES: Final[list[int]] = [_edge(age_bin) for age_bin in range(LearnedReuse.BINS + 1)]
+_EDGES: Final[list[int]] = [_edge(age_bin) for age_bin in range(BINS + 1)]
 _WIDTHS: Final[list[int]] = [
-    max(1, _EDGES[age_bin + 1] - _EDGES[age_bin]) for age_bin in range(LearnedReuse.BINS)
+    max(1, _EDGES[age_bin + 1] - _EDGES[age_bin]) for age_bin in range(BINS)
 ]

@@ -36,6 +36,7 @@ from kvstore.state.tree.actions import (
     TierStored,
 )
 from kvstore.state.tree.children import first_page
+from kvstore.state.tree.columns import last_slots
 from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.places import Tier
 from kvstore.state.tree.prefix_tree import PrefixTree
@@ -407,7 +408,8 @@ class Residents:
         keys = node.key_list(first)
         keys.reverse()
         for shard in list(node.slot_columns):
-            slots = node.forget_all(shard) if not first else node.slots_of(shard)[first:]
+            column = node.slot_columns[shard]
+            slots = last_slots(column, pages) if first else node.forget_all(shard)
             self.owners.remove(slots)
             self.actions.append(Removed(node.space, shard, keys, "evicted"))
             self.counts[_EVICTED] += pages
@@ -415,7 +417,7 @@ class Residents:
             self.ghosts.add(node, shard, "evicted", self.moment.now_ns, keys)
             self.slots.release(slots)
         if pages < count:
-            node.shorten(pages)
+            node.shorten(keys)
         self.tidy(node)
 
     def release_memory(self, node: PrefixNode) -> bool:

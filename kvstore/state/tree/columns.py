@@ -45,6 +45,11 @@ def unpack_slots(column: bytes) -> list[Slot]:
     return cast("list[Slot]", memoryview(column).cast("Q").tolist())
 
 
+def last_slots(column: bytes, count: int) -> list[Slot]:
+    """The last ``count`` slots of a column, one or more."""
+    return unpack_slots(column[-count * SLOT_COLUMN :])
+
+
 def last_slot(column: bytes) -> Slot:
     """The last slot of a column."""
     (slot,) = _SLOT.unpack_from(column, len(column) - SLOT_COLUMN)

@@ -358,19 +358,19 @@ class PrefixNode:
         found.reverse()
         return found
 
-    def shorten(self, pages: int) -> None:
-        """Remove the last ``pages`` pages, which were dropped; more are left, and no child."""
+    def shorten(self, keys: list[PrefixKey]) -> None:
+        """Remove the last pages, of these keys, which were dropped; more are left, and no child."""
+        space, pages, left = self.space, len(keys), self.count - len(keys)
         assert 0 < pages < self.count
         assert not self.below
         assert not self.on_disk
-        space, left = self.space, self.count - pages
         space.changes += 1
         for shard in self.slot_columns:
             space.host_bytes -= pages * space.shards[shard].slot_bytes
         self.slot_columns = leading(self.slot_columns, left * SLOT_COLUMN)
         self.digest_columns = leading(self.digest_columns, left * DIGEST_BYTES)
         self.tokens = self.tokens[: left * space.token_bytes]
-        space.index.discard(self, left)
+        space.index.remove(keys)
         self.keys = self.keys[: left * KEY_BYTES]
         self.count = left
         self.depth -= pages

@@ -91,16 +91,15 @@ class KeyIndex(Mapping[PrefixKey, PrefixNode]):
         for key in head.key_list():
             (parts[key[0]] if len(parts) > 1 else parts[0])[key] = head
 
-    def discard(self, node: PrefixNode, first: int = 0) -> None:
-        """Remove the pages of a node from index ``first`` on."""
-        keys = node.key_list(first)
+    def discard(self, node: PrefixNode) -> None:
+        """Remove the pages of a node."""
         if node.cold:
-            assert not first, ("what is cold is on disk, and leaves it whole", node)
-            self._cold.discard(node, keys)
+            self._cold.discard(node, node.key_list())
         else:
-            self._discard(keys)
+            self.remove(node.key_list())
 
-    def _discard(self, keys: list[PrefixKey]) -> None:
+    def remove(self, keys: list[PrefixKey]) -> None:
+        """Remove keys of pages that are in memory, or were just now."""
         parts = self._parts
         for key in keys:
             del (parts[key[0]] if len(parts) > 1 else parts[0])[key]
@@ -111,7 +110,7 @@ class KeyIndex(Mapping[PrefixKey, PrefixNode]):
         assert node.on_disk, node
         assert not node.memory, node
         keys = node.key_list()
-        self._discard(keys)
+        self.remove(keys)
         self._cold.put(node, keys)
 
     def warm(self, node: PrefixNode) -> None:

@@ -75,7 +75,7 @@ def test_what_many_queues_have_next_is_looked_for_once_in_a_choice(monkeypatch):
         world.store(process, space, path)
     popped, pop = list[str](), world.table.eviction._pop
     monkeypatch.setattr(
-        world.table.eviction, "_pop", lambda name, size: popped.append(name) or pop(name, size)
+        world.table.eviction, "_pop", lambda queue: popped.append(queue[0]) or pop(queue)
     )
 
     world.store(process, spaces[0], "b" * 30)

@@ -21,7 +21,7 @@ from kvstore.state.choice.policy import (
     LeastRecent,
     new_policy,
 )
-from kvstore.state.choice.reuse import Kind, LearnedReuse
+from kvstore.state.choice.reuse import BINS, Kind, LearnedReuse
 from kvstore.state.table.invariants import check
 from kvstore.state.table.pages import PageTable
 from kvstore.state.tree.node import PrefixNode, is_live
@@ -267,7 +267,7 @@ def test_what_a_replaced_policy_learnt_is_let_go_with_the_choices_that_come():
 
 def learn(policy: HighestReuse, kind: Kind, rank: float) -> None:
     """Pages of a kind rank so from now on, whatever their age."""
-    policy._reuse._ranks[kind] = [rank] * LearnedReuse.BINS
+    policy._reuse._ranks[kind] = [rank] * BINS
     for cell in policy._of_kind[kind]:
         policy._rank(cell)
 
