@@ -8,7 +8,7 @@ import json
 import pytest
 
 from tests.conftest import wait_for
-from tests.vllm.engines import ENGINE, ENVIRONMENT, transfer_config
+from tests.vllm.engines import ENGINE, ENVIRONMENT, START_WAIT_S, transfer_config
 
 BLOCK_TOKENS = ENGINE["block_size"]
 
@@ -41,7 +41,7 @@ def test_a_wrong_option_ends_the_start_in_seconds_with_the_sentence_last(
         ],
         env={**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
     )  # fmt: skip
-    assert wait_for(lambda: process.returncode is not None, 60.0), process.report()
+    assert wait_for(lambda: process.returncode is not None, START_WAIT_S), process.report()
     said = process.stderr.rstrip()
     assert process.returncode != 0
     assert f"kv_connector_extra_config: {sentence}" in said.splitlines()[-1], said
