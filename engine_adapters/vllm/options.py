@@ -66,10 +66,11 @@ def check_against(options: ConnectorOptions, config: Any) -> None:
             f"{_WHERE}: device_slab_bytes: not with KV memory on a GPU, where vLLM's own prefix"
             " cache does the same"
         )
-    # Otherwise vLLM still chooses the block: for an attention backend, states, or several dtypes.
+    # Otherwise vLLM still chooses the block: for an attention backend, states, several dtypes, or
+    # a model whose layers all have a window.
     chosen = on_cpu or getattr(cache, "user_specified_block_size", False)
     aligned = config.model_config.is_hybrid or getattr(cache, "kv_cache_dtype_skip_layers", None)
-    if chosen and not aligned:
+    if chosen and not aligned and not getattr(cache, "sliding_window", None):
         _page_tokens(options, cache.block_size)
 
 

@@ -179,8 +179,8 @@ def _must_end(wait: Callable[[float], bool], pool: KVPool) -> None:
     """
     if not wait(_END_WAIT_S):
         raise DeviceUnavailable(
-            f"{pool.device} has not ended a copy of the self-test after {_END_WAIT_S:.0f} s; it"
-            " might still write to blocks that the engine is about to use: see its errors"
+            f"{pool.device} did not say within {_END_WAIT_S:.0f} s that a copy of the self-test has"
+            " ended; it might still write to blocks that the engine is about to use: see its errors"
             " (nvidia-smi, dmesg), and start the engine again",
             "deadline",
         )

@@ -42,3 +42,13 @@ def test_without_these_libraries_a_peer_is_left_out_and_the_reason_said(
 
     with pytest.raises(ClusterError, match="cannot be had: offline"):
         vllm_peers.measure("mooncake", 3)
+
+
+def test_an_import_that_does_not_end_counts_as_absent(monkeypatch: pytest.MonkeyPatch):
+    def stuck(command: list[str], *, timeout: float, **_: Any) -> None:
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(subprocess, "run", stuck)
+
+    with pytest.raises(mooncake_wheel.NoMooncakeError):
+        mooncake_wheel.environment()

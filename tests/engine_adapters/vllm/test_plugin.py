@@ -206,8 +206,9 @@ def test_options_that_do_not_fit_the_others_are_refused_before_the_model_is_load
         ({"page_tokens": 96, "device_slab_bytes": 1 << 30}, LLAMA, {}),
         ({"page_tokens": 48}, LLAMA, {"device": "cuda"}),
         ({"page_tokens": 48}, LLAMA, {"kv_cache_dtype_skip_layers": ["model.layers.0"]}),
+        ({"page_tokens": 64}, LLAMA, {"block_size": 128, "sliding_window": 4096}),
     ],
-    ids=["they fit", "a backend will choose the block", "dtypes will decide on it"],
+    ids=["they fit", "a backend will choose it", "dtypes will decide on it", "all layers: windows"],
 )
 def test_options_that_fit_or_may_fit_are_taken(vllm, options, model, rest):
     config, _, whole = vllm
