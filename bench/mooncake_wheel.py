@@ -57,10 +57,13 @@ def _joined(*paths: str) -> str:
 
 
 def _imports(variables: dict[str, str]) -> bool:
-    done = subprocess.run(
-        [sys.executable, "-c", _PROBE], env=os.environ | variables, timeout=_PROBE_S,
-        cwd=Path(__file__).parent.parent, capture_output=True, check=False,
-    )  # fmt: skip
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _PROBE], env=os.environ | variables, timeout=_PROBE_S,
+            cwd=Path(__file__).parent.parent, capture_output=True, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return False
     return done.returncode == 0
 
 

@@ -22,6 +22,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from bench import mooncake_wheel
 from bench.cluster import ClusterError
 from bench.vllm_cluster import ENVIRONMENT, VllmCluster
 from bench.vllm_environment import peers
@@ -52,12 +53,14 @@ def measure(name: str, prompts: int) -> Restarted:
         ClusterError: it cannot run here, and why.
     """
     peers()  # out here, where a registry can be reached
+    variables = {**os.environ, **_libraries()}
     namespace = ["unshare", "--net"] if os.geteuid() == 0 else ["unshare", "--map-root-user", "-n"]
     command = [*namespace, sys.executable, "-m", "bench.vllm_peers", name, str(prompts)]
     try:
         process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
-        )
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=variables,
+            start_new_session=True,
+        )  # fmt: skip
         with _ended(process):
             output, errors = process.communicate(timeout=_LIMIT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -68,6 +71,19 @@ def measure(name: str, prompts: int) -> Restarted:
     if not result.hit_tokens:
         raise ClusterError(f"{name}: nothing was loaded after the restart")
     return result
+
+
+def _libraries() -> dict[str, str]:
+    """Where libibverbs is, without which neither Mooncake nor LMCache's server starts.
+
+    Raises:
+        ClusterError: it cannot be had.
+    """
+    try:
+        found = mooncake_wheel.environment()
+    except mooncake_wheel.NoMooncakeError as error:
+        raise ClusterError(str(error)) from error
+    return {name: path for name, path in found.items() if name == "LD_LIBRARY_PATH"}
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from engine_adapters.vllm.drafts import DraftSteps, has_draft_layers
 from engine_adapters.vllm.facts import check_stage, check_version, heads_apart, read_facts
 from engine_adapters.vllm.label import label_of
 from engine_adapters.vllm.names import has_strong_hashes, names_of
-from engine_adapters.vllm.options import page_tokens_of, read_options
+from engine_adapters.vllm.options import check_against, page_tokens_of, read_options
 from engine_adapters.vllm.plugin import LiveConnectors
 from engine_adapters.vllm.stats import StoreMetrics, StoreStats
 from engine_adapters.vllm.support import (
@@ -42,7 +42,6 @@ from kvstore.engine.requests import Role, ScheduledRequest, Setup
 from kvstore.engine.scheduler import SchedulerSide
 from kvstore.engine.start import prefault, round_trip, try_device
 from kvstore.engine.worker import GroupMemory, WorkerSide, memory_of
-from kvstore.protocol.errors import ConfigError
 
 log = logging.getLogger("vllm.kvstore")
 
@@ -107,6 +106,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         _live.join(self, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._options = read_options(transfer.kv_connector_extra_config)
+        check_against(self._options, vllm_config)
         facts = read_facts(vllm_config, kv_cache_config, self._options.revision)
         self._facts = facts
         self._page_tokens = page_tokens_of(
@@ -350,11 +350,6 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._layers |= {name: (place, index) for index, name in enumerate(layers)}
         self._worker = WorkerSide(self._opening, memories, monotonic, self._steps_ahead)
         first = memories[0].shards[0]
-        if first.pool.device != "cpu" and self._options.device_slab_bytes:
-            raise ConfigError(
-                "kv_connector_extra_config: device_slab_bytes: not with KV memory on a GPU, where"
-                " vLLM's own prefix cache does the same"
-            )
         page_bytes = self._shards[first.shard].page_bytes(self._identity)
         failed = try_device(self._store, first.pool, page_bytes, log)
         # If the node refuses these pages, a warning was logged already.

@@ -63,16 +63,11 @@ def read_facts(config: Any, kv: Any, revision: str) -> EngineFacts:
     Raises:
         ConfigError: the connector does not support the engine's KV; the message says why.
     """
-    parallel, model, cache = config.parallel_config, config.model_config, config.cache_config
+    parallel, model = config.parallel_config, config.model_config
     if not (current_platform.is_cpu() or current_platform.is_cuda()):
         raise ConfigError(
             f"platform: {current_platform.device_name}: only cpu and cuda are supported"
         )
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, name, 1) != 1:
-            raise ConfigError(f"{name}: {getattr(parallel, name)} is not supported")
-    if getattr(cache, "calculate_kv_scales", False):
-        raise ConfigError("calculate_kv_scales: scales that are not in the model are not supported")
     check_model(config)
     drafts = has_draft_layers(config)
     check_groups(kv.kv_cache_groups, kv.transfer_group_ids, drafts=drafts)

@@ -45,6 +45,35 @@ def read_tier_options(values: Mapping[str, Any]) -> TieringOptions:
     return read_section(values, TieringOptions, _WHERE_TIER)
 
 
+def check_against(options: ConnectorOptions, config: Any) -> None:
+    """Refuse options that do not fit vLLM's configuration, before it loads weights.
+
+    What depends on the KV groups, :func:`page_tokens_of` refuses later: only vLLM's allocator knows
+    them.
+
+    Args:
+        options: of the connector.
+        config: ``VllmConfig``; one without a model is not checked.
+
+    Raises:
+        ConfigError: names the option.
+    """
+    if config.model_config is None:
+        return
+    on_cpu, cache = config.device_config.device_type == "cpu", config.cache_config
+    if options.device_slab_bytes and not on_cpu:
+        raise ConfigError(
+            f"{_WHERE}: device_slab_bytes: not with KV memory on a GPU, where vLLM's own prefix"
+            " cache does the same"
+        )
+    # Otherwise vLLM still chooses the block: for an attention backend, states, several dtypes, or
+    # a model whose layers all have a window.
+    chosen = on_cpu or getattr(cache, "user_specified_block_size", False)
+    aligned = config.model_config.is_hybrid or getattr(cache, "kv_cache_dtype_skip_layers", None)
+    if chosen and not aligned and not getattr(cache, "sliding_window", None):
+        _page_tokens(options, cache.block_size)
+
+
 def page_tokens_of(options: Options, groups: Sequence[Group], *, on_cpu: bool) -> int:
     """Tokens per page for an engine with these KV groups.
 
@@ -79,7 +108,11 @@ def page_tokens_of(options: Options, groups: Sequence[Group], *, on_cpu: bool) -
             )
         return blocks[0]
     least = CPU_PAGE_TOKENS_MIN if on_cpu else PAGE_TOKENS_MIN_DEFAULT
+    return _page_tokens(options, lcm(*blocks), least)
+
+
+def _page_tokens(options: Options, block_tokens: int, least: int = 1) -> int:
     try:
-        return options.page_tokens_for(lcm(*blocks), least)
+        return options.page_tokens_for(block_tokens, least)
     except ConfigError as error:
         raise ConfigError(f"{_WHERE}: {error}") from error

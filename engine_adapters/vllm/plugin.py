@@ -76,9 +76,9 @@ def check_early(transfer: type[Any], whole: type[Any]) -> None:
     Args:
         transfer: ``KVTransferConfig``. Its ``__post_init__`` raises :class:`ConfigError` for a
             wrong option of our connector; other connectors are not affected.
-        whole: ``VllmConfig``; the same for a model that our connector does not support. Those of
-            ours in a ``MultiConnector`` are told so there: vLLM's ``LLM`` makes the other
-            configuration before it loads plugins.
+        whole: ``VllmConfig``; the same for options that do not fit the rest of it, and for a model
+            that our connector does not support. Those of ours in a ``MultiConnector`` are told so
+            there: vLLM's ``LLM`` makes the other configuration before it loads plugins.
     """
     _check_after_init(transfer, _check_options)
     _check_after_init(whole, _check_whole)
@@ -93,18 +93,19 @@ def _check_options(made: Any) -> None:
 
 def _check_whole(made: Any) -> None:
     transfer = made.kv_transfer_config
-    inside = transfer is not None and transfer.kv_connector == _MULTI
-    given = _options_inside(transfer.kv_connector_extra_config) if inside else []
-    if given:
-        from engine_adapters.vllm.options import read_options
-
-        for one in given:
-            read_options(one)
-        if len(given) > 1:
-            raise _doubled(len(given))
-    if given or (transfer is not None and transfer.kv_connector == CONNECTOR):
+    ours: list[dict[str, Any]] = []
+    if transfer is not None and transfer.kv_connector == CONNECTOR:
+        ours = [transfer.kv_connector_extra_config]
+    elif transfer is not None and transfer.kv_connector == _MULTI:
+        ours = _options_inside(transfer.kv_connector_extra_config)
+    if ours:
+        from engine_adapters.vllm.options import check_against, read_options
         from engine_adapters.vllm.support import check_model
 
+        for one in ours:
+            check_against(read_options(one), made)
+        if len(ours) > 1:
+            raise _doubled(len(ours))
         check_model(made)
 
 

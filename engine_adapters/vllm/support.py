@@ -66,6 +66,7 @@ def check_model(config: Any) -> None:
     model, speculative = config.model_config, config.speculative_config
     if model is None:
         return
+    _check_flags(config)
     if model.is_hybrid or model.is_attention_free:
         _check_states(config)
     if model.is_encoder_decoder:
@@ -201,6 +202,19 @@ def backends_of(config: Any) -> str:
     every = getattr(getattr(chosen, "backend", None), "name", "auto")
     kinds = getattr(chosen, "backend_per_kind", None) or {}
     return "+".join([every, *sorted(f"{kind}={one.name}" for kind, one in kinds.items())])
+
+
+def _check_flags(config: Any) -> None:
+    """Refuse flags whose KV blocks a page cannot hold."""
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(config.parallel_config, name, 1) != 1:
+            count = getattr(config.parallel_config, name)
+            raise ConfigError(f"{name}: {count} is not supported; leave it out, or {REMEDY}")
+    if getattr(config.cache_config, "calculate_kv_scales", False):
+        raise ConfigError(
+            "calculate_kv_scales: scales that are not in the model are not supported; leave it out,"
+            f" or {REMEDY}"
+        )
 
 
 def _computes_whole_prompts_only(config: Any) -> bool:

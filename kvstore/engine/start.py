@@ -8,7 +8,7 @@ import ctypes
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from time import perf_counter
 from typing import Final, Protocol
@@ -16,10 +16,11 @@ from typing import Final, Protocol
 import msgspec
 
 from kvstore import mover
+from kvstore.client.jobs import RestoreJob
 from kvstore.client.store import KVStore
 from kvstore.mover import Pieces
 from kvstore.mover.kvpool import KVPool
-from kvstore.protocol.errors import KVStoreError
+from kvstore.protocol.errors import DeviceUnavailable, KVStoreError
 from kvstore.protocol.page import KEY_BYTES, PrefixKeys, ShardSpec, SpaceIdentity
 
 _SCOPE: Final = "selftest"
@@ -46,10 +47,15 @@ def round_trip(
 
     Returns:
         The error as text; empty if the page was restored, or no node runs yet.
+
+    Raises:
+        DeviceUnavailable: copies to the blocks have not ended after 60 s, and may still end when
+            the blocks have KV: the engine must not start.
     """
     if not store.connected:
         return ""
-    began = perf_counter()
+    began, wrong = perf_counter(), ""
+    restoring: RestoreJob | None = None
     try:
         space = store.space(msgspec.structs.replace(identity, scope=_SCOPE), [shard])
         size = space.page_bytes[0]
@@ -58,26 +64,31 @@ def round_trip(
             return ""
         blocks = list(range(1, count + 1))
         memory = _memory_of(store, pool, blocks, size)
-        pattern = os.urandom(size)
-        keys = PrefixKeys(os.urandom(KEY_BYTES))
-        try:
-            memory.write(pattern)
-            space.extract_from_kvpool(pool, blocks, keys, ttl_s=_TTL_S).result(_WAIT_S)
-            memory.write(bytes(size))
-            restoring = space.restore_to_kvpool(keys, pool, blocks)
-            try:
-                restored = restoring.result(_WAIT_S)
-            finally:
-                # The engine is about to use these blocks: nothing may be written to them later.
-                restoring.cancel()
-                restoring.wait(_END_WAIT_S)
-            came_back = restored.pages == 1 and memory.read() == pattern
-        finally:
-            memory.write(bytes(size))
     except KVStoreError as error:
         return f"{error.code}: {error}"
-    if not came_back:
-        return "a page was not restored as it was stored"
+    pattern = os.urandom(size)
+    keys = PrefixKeys(os.urandom(KEY_BYTES))
+    try:
+        memory.write(pattern)
+        space.extract_from_kvpool(pool, blocks, keys, ttl_s=_TTL_S).result(_WAIT_S)
+        memory.write(bytes(size))
+        restoring = space.restore_to_kvpool(keys, pool, blocks)
+        if restoring.result(_WAIT_S).pages != 1 or memory.read() != pattern:
+            wrong = "a page was not restored as it was stored"
+    except KVStoreError as error:
+        wrong = f"{error.code}: {error}"
+    # The engine is about to use these blocks: nothing may be written to them later.
+    if restoring is not None:
+        restoring.cancel()
+        _must_end(restoring.wait, pool)
+    _must_end(memory.wait_idle, pool)
+    try:
+        memory.write(bytes(size))
+    except KVStoreError as error:
+        wrong = wrong or f"{error.code}: {error}"
+        _must_end(memory.wait_idle, pool)
+    if wrong:
+        return wrong
     log.info(
         "kvstore: stored and restored a page of %d bytes in %.1f ms; layout %s",
         size, (perf_counter() - began) * 1000, shard.digest.hex()[:16],
@@ -156,9 +167,29 @@ def try_device(store: KVStore, pool: KVPool, page_bytes: int, log: logging.Logge
     return ""
 
 
+def _must_end(wait: Callable[[float], bool], pool: KVPool) -> None:
+    """Wait until nothing is written to the blocks any more.
+
+    Args:
+        wait: waits for so many seconds; returns whether that is so.
+        pool: the engine's memory.
+
+    Raises:
+        DeviceUnavailable: it is not so after 60 s.
+    """
+    if not wait(_END_WAIT_S):
+        raise DeviceUnavailable(
+            f"{pool.device} did not say within {_END_WAIT_S:.0f} s that a copy of the self-test has"
+            " ended; it might still write to blocks that the engine is about to use: see its errors"
+            " (nvidia-smi, dmesg), and start the engine again",
+            "deadline",
+        )
+
+
 class _Memory(Protocol):
     """The blocks of one page."""
 
+    def wait_idle(self, timeout_s: float) -> bool: ...
     def write(self, data: bytes) -> None: ...
     def read(self) -> bytes: ...
 
@@ -172,6 +203,10 @@ def _memory_of(store: KVStore, pool: KVPool, blocks: Sequence[int], size: int) -
 class _HostMemory:
     def __init__(self, pieces: Pieces) -> None:
         self._pieces = list(zip(pieces.address.tolist(), pieces.length.tolist(), strict=True))
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        del timeout_s
+        return True  # a write has ended when it returns
 
     def write(self, data: bytes) -> None:
         at = 0

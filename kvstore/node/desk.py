@@ -159,8 +159,8 @@ class Desk:
         self._meter.note_turn(self._clock() - began_ns, "the end of a process")
 
     @explained
-    def operate(self, change: Callable[[PageTable], T]) -> T:
-        """Carry out an operator's change of the page table.
+    def operate(self, change: Callable[[PageTable], T], what: str = "an operator's request") -> T:
+        """Carry out a change of the page table; ``what`` it is, in words for the log.
 
         Raises:
             KVStoreError: raised by ``change``; what it did before that is carried out nevertheless.
@@ -170,7 +170,7 @@ class Desk:
             return self.node.operate(change, began_ns)
         finally:
             self._flush()
-            self._meter.note_turn(self._clock() - began_ns, "an operator's request")
+            self._meter.note_turn(self._clock() - began_ns, what)
 
     # ---- time and disk ----------------------------------------------------------------------
 

@@ -252,7 +252,7 @@ class Daemon:
             self._lags_s = worst, earlier
             self.desk.advance()
             if not self._announcement.done:
-                self.desk.operate(self._announcement.step)
+                self.desk.operate(self._announcement.step, "an announcement of pages on disk")
             self._watch.look(monotonic_ns())
             self._idle_checks.turn(monotonic())
             self._manager.turn(monotonic())

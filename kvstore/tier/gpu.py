@@ -319,6 +319,12 @@ class DevicePage:
         self._page = np.zeros(size, dtype=np.uint8)
         self._address = np.array([self._page.ctypes.data], dtype=np.uint64)
         self._seeds = np.zeros(1, dtype=np.uint64)
+        self._writes: list[DeviceCopy] = []
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Wait until no :meth:`write` changes the blocks any more; False on timeout."""
+        deadline = monotonic() + timeout_s
+        return all(copy.wait_idle(max(0.0, deadline - monotonic())) for copy in self._writes)
 
     def write(self, data: bytes) -> None:
         """Replace the page's bytes.
@@ -330,7 +336,8 @@ class DevicePage:
         self._page[:] = np.frombuffer(data, dtype=np.uint8)
         digests = mover.digest(self._address, len(data), self._seeds)
         pages = PagesInHost(self._address, len(data), digests, self._seeds)
-        self._pool.restore(pages, self._table, self._pool.fence(), DeviceCopy())
+        self._writes.append(DeviceCopy())
+        self._pool.restore(pages, self._table, self._pool.fence(), self._writes[-1])
 
     def read(self) -> bytes:
         """The page's bytes.

@@ -7,14 +7,25 @@ Each engine is a process with a context of its own on the device, played by a
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack
+from threading import Event
 
 import numpy as np
 import pytest
 
 from kvstore.client.space import Space
 from kvstore.client.store import KVStore
+from kvstore.protocol.errors import KVStoreError
 from kvstore.protocol.page import PrefixKeys
-from tests.client.conftest import SIZE, Daemon, Pool, content, new_keys, open_space
+from tests.client.conftest import (
+    READY,
+    SIZE,
+    Daemon,
+    Pool,
+    arguments,
+    content,
+    new_keys,
+    open_space,
+)
 from tests.client.slabs import BLOCK, get
 
 torch = pytest.importorskip("torch")
@@ -68,6 +79,26 @@ class OwnContext(LateDevice):
         memory = super().memory(size, stream)
         weakref.finalize(memory, self.shared.give_back, size)
         return memory
+
+
+class Slow(OwnContext):
+    """A device that waits in the middle of its work while it is told to.
+
+    Attributes:
+        begun: it has work, and waits.
+        goes_on: it does not wait.
+    """
+
+    def __init__(self, seed: int, shared: Memory) -> None:
+        super().__init__(seed, shared)
+        self.begun, self.goes_on = Event(), Event()
+        self.goes_on.set()
+
+    def step(self):
+        if any(stream.queued for stream in self._streams):
+            self.begun.set()
+            assert self.goes_on.wait(60.0), "nobody let it go on"
+        return super().step()
 
 
 class Engine:
@@ -131,6 +162,18 @@ def engines(request, shared, daemon: Daemon, monkeypatch) -> Iterator[list[Engin
         for one in both:
             one.device.stalled = False
             one.device.finish()
+
+
+@pytest.fixture
+def slow(own_daemon: Daemon, monkeypatch) -> Iterator[Engine]:
+    """An engine whose device waits where it is told to."""
+    device = Slow(0, Memory())
+    monkeypatch.setattr(lane, "SLICE_BYTES", SLICE_BYTES)
+    monkeypatch.setattr(gpu, "open_device", lambda name: device)
+    with own_daemon.connect() as store:
+        yield Engine(store, device, 1).open()
+        device.goes_on.set()
+        device.finish()
 
 
 def leases(engines: list[Engine]) -> int:
@@ -235,3 +278,40 @@ def test_an_engine_pins_a_ring_for_each_direction_whatever_it_moves(engines, sha
     one.store.close()
     assert (one.device.rings, other.device.rings) == ([], [RING_BYTES])
     assert before - shared.left == STAGING_BYTES
+
+
+@pytest.mark.parametrize("verb", ["load", "store"])
+def test_a_node_that_is_killed_and_started_anew_while_copies_run_costs_a_miss(
+    slow, own_daemon, spawn, wait_until, verb
+):
+    pages = content(COUNT, SIZE)
+    slow.space.put(slow.keys(), pages)
+    slow.pool.fill(3)
+    wrote, other = slow.blocks(), new_keys(slow.space, COUNT, 77_000)
+    slow.device.begun.clear()
+    slow.device.goes_on.clear()
+    job = slow.load(slow.keys()) if verb == "load" else slow.save(other)
+    assert slow.device.begun.wait(10.0), "a copy runs"
+
+    own_daemon.process.kill()
+    wait_until(lambda: not slow.store.connected)
+    spawn(arguments(own_daemon.socket), ready=READY)
+    wait_until(lambda: slow.store.connected)
+    assert not job.done, "the device still uses its blocks"
+    slow.device.goes_on.set()
+
+    if verb == "load":
+        count = job.result().pages
+        assert slow.blocks()[:count] == [bytes(page) for page in pages[:count]]
+        assert job.done
+    else:
+        with pytest.raises(KVStoreError):
+            job.result()
+        assert slow.blocks() == wrote
+    assert slow.space.lookup(slow.keys()).pages == slow.space.lookup(other).pages == 0
+    wrote = slow.blocks()
+    assert slow.save(other).result().stored == COUNT
+    slow.clear()
+    assert slow.load(other).result().pages == COUNT
+    assert slow.blocks() == wrote
+    assert leases([slow]) == 0

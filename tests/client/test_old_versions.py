@@ -24,6 +24,8 @@ import numpy as np
 
 from kvstore.client.space import Space
 from kvstore.protocol.page import CanonicalLayout, ShardSpec, SpaceIdentity
+from kvstore.tier.directories import Directory
+from kvstore.tier.ssd import SSDLog
 from tests.client.conftest import READY, TIMEOUT_S, Daemon, arguments
 from tests.conftest import Spawn
 
@@ -106,6 +108,22 @@ def test_an_ssd_log_from_before_runs_is_read_and_goes_on(spawn: Spawn, tmp_path:
     with daemon.connect(name="new") as store:
         space = store.space(identity("first"), RANKS)
         assert read(space, range(5000, 5080), 0) == pages
+
+
+def test_a_start_changes_nothing_of_a_log_from_before_runs(tmp_path: Path):
+    """Nothing is converted, so a crash in the middle of a start loses nothing."""
+    with tarfile.open(FOLDER / "ssd.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    directories = [Directory(tmp_path / name, 1 << 20) for name in ("a", "b")]
+
+    log = SSDLog("node-of-old", directories, 256 << 10, threads=0)
+    found = log.recover()
+    log.close()
+
+    assert [len(one.entries) > 0 for one in found.segments] == [True] * 5
+    assert not found.untouched
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 # ---- a client of protocol 1.2 ---------------------------------------------------------------

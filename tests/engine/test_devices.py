@@ -11,6 +11,7 @@ from time import monotonic
 import numpy as np
 import pytest
 
+from kvstore.client.space import Space
 from kvstore.client.store import KVStore
 from kvstore.engine import start
 from kvstore.engine.messages import Blocks, Load, Store
@@ -18,6 +19,7 @@ from kvstore.engine.opening import Opening
 from kvstore.engine.start import prefault, round_trip, try_device
 from kvstore.engine.worker import GroupMemory, ShardMemory, WorkerSide
 from kvstore.mover.kvpool import KVPool
+from kvstore.protocol.errors import DeviceUnavailable
 from tests.engine.engine import BLOCK, IDENTITY, PAGE, SHARD
 
 torch = pytest.importorskip("torch")
@@ -86,10 +88,46 @@ def test_a_device_is_tried_at_the_start_and_its_speeds_are_logged(store, pool, m
 
 
 def test_a_device_that_cannot_be_used_is_said_with_its_reason(store, pool, device):
-    device.failures.append(("pinned", gpu.DeviceUnavailable("more than RLIMIT_MEMLOCK allows")))
+    device.failures.append(("pinned", DeviceUnavailable("more than RLIMIT_MEMLOCK allows")))
     assert "RLIMIT_MEMLOCK" in try_device(store, pool, SHARD.page_bytes(IDENTITY), LOG)
     device.failures.append(("memory", torch.OutOfMemoryError("CUDA out of memory")))
     assert "out of memory" in round_trip(store, IDENTITY, SHARD, pool, LOG)
+
+
+@pytest.mark.parametrize("verb", ["write", "load"])
+def test_an_engine_does_not_start_while_the_self_test_may_still_write_to_its_blocks(
+    store, pool, device, monkeypatch, verb
+):
+    """A page that comes later would lie in a block that has another request's KV."""
+
+    def stalled(space, *given):
+        device.stalled = True
+        return restore(space, *given)
+
+    restore = Space.restore_to_kvpool
+    monkeypatch.setattr(Space, "restore_to_kvpool", stalled)
+    monkeypatch.setattr(start, "_END_WAIT_S", 0.01)
+    device.stalled = verb == "write"
+    with pytest.raises(DeviceUnavailable, match="might still write to blocks") as raised:
+        round_trip(store, IDENTITY, SHARD, pool, LOG)
+    assert raised.value.cause == "deadline"
+
+
+def test_blocks_that_the_self_test_used_are_empty_though_the_device_was_late(
+    store, pool, device, memory, monkeypatch
+):
+    wait_idle = lane.DeviceCopy.wait_idle
+
+    def goes_on(copy, timeout_s):
+        device.stalled = False
+        return wait_idle(copy, timeout_s)
+
+    monkeypatch.setattr(lane.DeviceCopy, "wait_idle", goes_on)
+    device.stalled = True
+    assert "has not finished" in round_trip(store, IDENTITY, SHARD, pool, LOG)
+    device.stalled = False
+    device.finish()
+    assert not memory.any()
 
 
 def test_a_start_does_not_wait_longer_for_a_device_and_uses_it_when_it_is_ready(

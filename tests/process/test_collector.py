@@ -6,9 +6,14 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvstore.process.collector import SELDOM, YOUNG, YOUNG_ROUNDS, look_seldom, spare_the_old
+from kvstore.protocol import wire
+from kvstore.protocol.page import page_keys
+from kvstore.state.disk.jobs import DiskWrite
 from kvstore.state.tree.slots import SLOT_ALIGNMENT, SlotTable
 from tests.collected import references
-from tests.state.world import FULL, STATE, World, drop_below
+from tests.node.test_protocol import KEYS, MS, Wire
+from tests.state.disk.disk_world import IO_ERROR, DiskWorld, flood
+from tests.state.world import FULL, STATE, World, chain, drop_below
 
 
 @pytest.fixture
@@ -94,6 +99,33 @@ def test_what_a_page_table_does_leaves_nothing_for_the_collector():
     assert found == 0
 
 
+def test_what_the_disk_side_does_leaves_nothing_for_the_collector():
+    world = DiskWorld("back", segments=6, segment_bytes=120 << 10)
+    gc.collect()
+    gc.disable()
+    try:
+        _use_disk(world)
+        found = gc.collect()
+    finally:
+        gc.enable()
+
+    assert found == 0
+
+
+def test_what_a_node_answers_leaves_nothing_for_the_collector():
+    node = Wire()
+    node.join(1)
+    gc.collect()
+    gc.disable()
+    try:
+        _ask(node)
+        found = gc.collect()
+    finally:
+        gc.enable()
+
+    assert found == 0
+
+
 def test_slots_are_no_objects_that_the_collector_visits():
     few, many = SlotTable(1 << 20, 1), SlotTable(1 << 20, 1)
     few.allocate(1, "tenant", 1 << 20)
@@ -136,4 +168,50 @@ def _use(world: World) -> None:
     world.begin(engine, space, "xyz")
     world.end(engine)
     world.end(other)
+    world.table.actions.clear()
+
+
+def _ask(node: Wire) -> None:
+    """Put, read, wait in vain, ask for what is refused, and leave with pages that are written."""
+    node.join(2)
+    node.store(2, KEYS)
+    assert node.lookup(1, KEYS) == (len(KEYS), 0)
+    written = page_keys(range(100, 110), 2)
+    node.begin(2, written)
+    assert node.lookup(1, written, wait_ms=100) is None
+    node.now_ns += 101 * MS
+    node.node.advance(node.now_ns)
+    assert node.found(1) == [(0, len(written))]
+    assert isinstance(node.ask(1, wire.Lookup(0, 7, [0], KEYS.packed)), wire.Failure)
+    node.node.disconnected(2, node.now_ns, ended=True)
+    node.node.advance(node.now_ns)
+
+
+def _use_disk(world: DiskWorld) -> None:
+    """Write, fail to, evict, load, check, make durable, take out, carry over and give up."""
+    world.store(world.me, world.mine, "abcdef")
+    world.persist("abcdef")
+    world.end_all()
+    counts = world.table.counts
+    for _ in range(40):
+        run = world.table.residents.ready_run(world.mine, 0, b"".join(chain("abcdef")))
+        world.lookup(world.mine, "abcdef")
+        fetch = world.fetch(run, 0)
+        world.end_all()
+        world.table.end_fetch(world.me, fetch)
+        flood(world, 1)
+    assert counts["promoted_pages"]
+    assert counts["reclaimed_pages"]
+    assert counts["carried_pages"]
+    world.store(world.me, world.mine, "uvw")
+    world.persist("uvw")
+    for number, job in enumerate(world.jobs(DiskWrite)):
+        world.end_job(job, IO_ERROR if number == 1 else None)
+    world.disk.advance(10_000)
+    world.table.tiers.go_on()
+    for top in list(world.mine.root.children.values()):
+        drop_below(world.table, top, "operator")
+    world.end_all()
+    assert counts["disk_tier_unavailable"] == 1
+    assert not world.mine.index
     world.table.actions.clear()

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import count
+from types import SimpleNamespace
 
 import pytest
 
@@ -80,6 +81,20 @@ def test_a_long_turn_is_named_in_the_log(daemon, caplog, monkeypatch, does, name
     does(daemon, LONG_NS, monkeypatch)
 
     assert told(daemon, caplog) == [f"the loop was blocked for {LONG_NS // 10**6} ms by {name}"]
+
+
+def test_an_announcement_of_what_a_start_found_is_no_operators_request(daemon, caplog, monkeypatch):
+    now_ns = [1]
+
+    def announce(_table: object) -> None:
+        now_ns[0] += LONG_NS
+
+    monkeypatch.setattr(daemon.desk, "_clock", lambda: now_ns[0])
+    monkeypatch.setattr(daemon, "_announcement", SimpleNamespace(done=False, step=announce))
+
+    assert not told(daemon, caplog)
+    (line,) = told(daemon, caplog)
+    assert line.endswith(" ms by an announcement of pages on disk")
 
 
 def test_a_short_turn_is_not_worth_a_line(daemon, caplog, monkeypatch):

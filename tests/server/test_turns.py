@@ -28,11 +28,13 @@ from kvstore.server.channel import (
     Refused,
 )
 from kvstore.server.dispatch import Dispatcher
+from kvstore.server.operate import OperatorRequests
 from kvstore.server.publish import Publication
 from kvstore.server.refusal import Refusal
 from kvstore.server.status import NodeStatus
 from kvstore.server.turns import TURN_S, Turns, Work
 from kvstore.state.tree.slots import SlotTable
+from tests.state.world import World
 
 ME = Caller("operate", "10.0.0.7:4711")
 
@@ -241,6 +243,26 @@ class Operators:
         self.loop.run()
         (answer,) = [one for one in self.sent if one.id == number]
         return msgspec.msgpack.decode(answer.result) if isinstance(answer, Answered) else answer
+
+
+def test_a_policy_is_changed_a_few_leaves_at_a_time(loop):
+    """Those that wait for the policy before; else one turn would move all of them."""
+    leaves, world = 300, World(extents=1, slots_each=300)
+    node = Node("n", b"b" * 16, world.slots, NodeLimits(1, 1), lambda: b"t" * 16)
+    world.table = node.pages
+    engine = world.process()
+    space = world.space(engine)
+    for number in range(leaves):
+        world.store(engine, space, chr(0x1000 + number))
+    node.pages.eviction.change_policy("lfu")
+    desk = at(node)
+    status = NodeStatus(desk, SimpleNamespace(), "lru", 0.0, None)
+    asked = OperatorRequests(node.pages, SimpleNamespace(), status, Turns(desk))
+
+    steps = len(list(asked.set_policy(operations.SetPolicy(name="lru"), ME)))
+
+    assert steps >= leaves // 64
+    assert node.pages.eviction.policy == "lru"
 
 
 @pytest.fixture

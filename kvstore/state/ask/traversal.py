@@ -25,8 +25,8 @@ STEP_NODES: Final = 64
 """Nodes that one step of a listing examines."""
 DROP_NODES: Final = 16
 """Nodes that one step drops: each costs some 20 microseconds."""
-PASS_NODES: Final = 20
-"""Passing this many nodes on the way down takes as long as dropping one."""
+PASS_NODES: Final = 4
+"""Passing this many nodes on the way down takes as long as dropping two: pages are split off."""
 SIBLINGS_MAX: Final = 50_000
 """With more siblings than this, finding the way back among them would take too long."""
 _CHILDREN: Final = 100

@@ -42,8 +42,8 @@ DROPS_MAX = 250
 """Maximum pages removed at once: some milliseconds. If a segment has more, some are removed each
 tick."""
 DROPS_A_JOB = 8
-"""Pages that are removed with each job that starts or ends, so that reclaiming keeps up with
-writes."""
+"""Pages that are removed when a write of pages begins, so that reclaiming keeps up with writes; and
+when a record was read, or a job of the reclaim itself has ended. Ends of writes remove none."""
 GAIN_MIN: Final = 1 / 8
 """A segment is not reclaimed if less than this part of it, or less than a page, would be freed: it
 would only be copied again and again."""

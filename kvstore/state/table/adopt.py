@@ -22,7 +22,6 @@ from kvstore.protocol.page import (
     ShardSpec,
     SpaceIdentity,
 )
-from kvstore.state.table.orphans import subtree
 from kvstore.state.table.pages import PageTable
 from kvstore.state.tree import node as nodes
 from kvstore.state.tree.children import deepen
@@ -307,31 +306,49 @@ def _dispel(doubts: _Doubts) -> int:
         space = node.space
         known = space.end(parent_key) or space.node(parent_key, PrefixKey(b""))
         node.hang(known)
-    cut = _cut_rings(list(doubts.lost))
-    for node in doubts.lost:
-        deepen(node)
+    emptied = _cut_rings(list(doubts.lost))
+    _correct_depths(list(doubts.lost))
     depths = [
         (space.index[key].first_depth, at) for at, (space, key, _) in enumerate(doubts.headless)
     ]
     for _, at in sorted(depths):
         space, key, shard = doubts.headless[at]
-        node = space.index[key]  # as it is now: what was taken out before may have split it
+        node = space.index[key]  # as it is now: pages of another shard may have split it
         head = node.above
         assert head is not None
         assert node.first == key, node
         needs_head = head is not space.root and not space.shards[shard].window_pages
-        if needs_head and not head.on_disk >> shard & 1:
-            for below in subtree(node):
-                if below.on_disk >> shard & 1:
-                    below.forget_disk(shard)
-                    orphaned_bytes += below.count * space.shards[shard].record_bytes
-    for space, key, _ in doubts.headless:
-        found = space.index.get(key)
-        if found is not None:
-            _prune_below(found)
-    for node in cut:
-        _prune_below(node)
+        if needs_head and node.on_disk & ~head.on_disk & 1 << shard:
+            emptied += (dropped := _forget_all(node, shard))
+            pages = sum([below.count for below in dropped])
+            orphaned_bytes += pages * space.shards[shard].record_bytes
+    for node in emptied:
+        if is_live(node):
+            node.space.prune(node)
     return orphaned_bytes
+
+
+def _correct_depths(lost: list[PrefixNode]) -> None:
+    """Correct the depths of nodes that have got a parent, and of all below them, each once."""
+    below = dict.fromkeys(lost, True)
+    for node in lost:
+        path, at = list[PrefixNode](), node.above
+        while at is not None and at not in below:
+            path.append(at)
+            at = at.above
+        is_below = at is not None and below[at]
+        below.update(dict.fromkeys(path, is_below))
+        if not is_below:
+            deepen(node)
+
+
+def _forget_all(top: PrefixNode, shard: int) -> list[PrefixNode]:
+    """Leave out the records of a node and of all that continue it; returns those nodes."""
+    found = [top]
+    for node in found:
+        node.forget_disk(shard)
+        found += [child for child in node.below.values() if child.on_disk >> shard & 1]
+    return found
 
 
 def _cut_rings(lost: list[PrefixNode]) -> list[PrefixNode]:
@@ -341,7 +358,7 @@ def _cut_rings(lost: list[PrefixNode]) -> list[PrefixNode]:
     ``lost``: all other nodes were created below an existing one.
 
     Returns:
-        a node of each ring, which is below the root now; neither it nor what is below it has pages.
+        the dropped nodes; they are below the root now, and have no pages.
     """
     hang, cut = set[PrefixNode](), list[PrefixNode]()
     for node in lost:
@@ -355,16 +372,11 @@ def _cut_rings(lost: list[PrefixNode]) -> list[PrefixNode]:
             del at.above.below[at.first]
             at.above.children_on_disk -= at.nears_disk
             at.hang(at.space.root)
-            for below in subtree(at):
+            ring = [at]
+            for below in ring:
+                ring.extend(below.below.values())
                 for shard in list(below.place_columns):
                     below.forget_disk(shard)
-            cut.append(at)
+            cut += ring
         hang |= path
     return cut
-
-
-def _prune_below(node: PrefixNode) -> None:
-    """Remove empty nodes at and below a node."""
-    for below in reversed(subtree(node)) if is_live(node) else ():
-        if is_live(below) and not below.present and not below.below:
-            node.space.prune(below)

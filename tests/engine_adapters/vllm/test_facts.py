@@ -71,6 +71,7 @@ def config_of(*, layers=4, **parallel):
         parallel_config=SimpleNamespace(**{"pipeline_parallel_size": 1, **parallel}),
         model_config=SimpleNamespace(get_total_num_hidden_layers=lambda: layers),
         cache_config=SimpleNamespace(calculate_kv_scales=False),
+        speculative_config=None,
     )
 
 

@@ -32,11 +32,13 @@ def vllm(monkeypatch):
             self.checked = True
 
     class VllmConfig:
-        def __init__(self, transfer, model, speculative=None):
+        def __init__(self, transfer, model, *, device="cpu", ranks=None, **cache):
             self.kv_transfer_config, self.model_config = transfer, model
-            self.speculative_config = speculative
-            self.device_config = SimpleNamespace(device_type="cpu")
+            self.speculative_config = None
+            self.device_config = SimpleNamespace(device_type=device)
             self.scheduler_config = SimpleNamespace(enable_chunked_prefill=True)
+            self.parallel_config = SimpleNamespace(**ranks or {})
+            self.cache_config = SimpleNamespace(**{"block_size": 32, **cache})
             self.__post_init__()
 
         def __post_init__(self):
@@ -162,6 +164,56 @@ def test_a_model_that_cannot_be_stored_is_refused_before_it_is_loaded(vllm):
     assert whole(config("KVStoreConnector"), model_of("LlamaForCausalLM")).checked
     with pytest.raises(ConfigError, match=r"JambaForCausalLM.* start vLLM without KVStoreConn"):
         whole(config("KVStoreConnector"), model)
+
+
+LLAMA = model_of("LlamaForCausalLM")
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize(
+    ("options", "rest", "named"),
+    [
+        ({"page_tokens": 48}, {}, "extra_config: page_tokens: 48 is not a multiple of .* 32 tok"),
+        (
+            {"page_tokens": 96},
+            {"device": "cuda", "block_size": 64, "user_specified_block_size": True},
+            "extra_config: page_tokens: 96 is not a multiple of .* 64 tok",
+        ),
+        ({"device_slab_bytes": 1 << 30}, {"device": "cuda"}, "device_slab_bytes: not with KV mem"),
+        ({}, {"ranks": {"decode_context_parallel_size": 2}}, "decode_context_parallel_size: 2 is"),
+        ({}, {"ranks": {"prefill_context_parallel_size": 2}}, "prefill_context_parallel_size: 2 "),
+        ({}, {"calculate_kv_scales": True}, "calculate_kv_scales: .*start vLLM without KVStoreC"),
+    ],
+)
+def test_options_that_do_not_fit_the_others_are_refused_before_the_model_is_loaded(
+    vllm, several, options, rest, named
+):
+    config, _, whole = vllm
+    plugin.register()
+    transfer = config("KVStoreConnector", **options)
+    if several:
+        ours = {"kv_connector": "KVStoreConnector", "kv_connector_extra_config": options}
+        transfer = config("MultiConnector", connectors=[{"kv_connector": "Other"}, ours])
+    with pytest.raises(ConfigError, match=named):
+        whole(transfer, LLAMA, **rest)
+    assert whole(config("OtherConnector"), LLAMA, **rest).checked
+    assert whole(transfer, None, **rest).checked, "there is no model"
+
+
+@pytest.mark.parametrize(
+    ("options", "model", "rest"),
+    [
+        ({"page_tokens": 96, "device_slab_bytes": 1 << 30}, LLAMA, {}),
+        ({"page_tokens": 48}, LLAMA, {"device": "cuda"}),
+        ({"page_tokens": 48}, LLAMA, {"kv_cache_dtype_skip_layers": ["model.layers.0"]}),
+        ({"page_tokens": 64}, LLAMA, {"block_size": 128, "sliding_window": 4096}),
+    ],
+    ids=["they fit", "a backend will choose it", "dtypes will decide on it", "all layers: windows"],
+)
+def test_options_that_fit_or_may_fit_are_taken(vllm, options, model, rest):
+    config, _, whole = vllm
+    plugin.register()
+    assert whole(config("KVStoreConnector", **options), model, **rest).checked
 
 
 def test_another_vllm_starts_all_the_same_and_is_told_what_to_do(monkeypatch, caplog):

@@ -1,6 +1,7 @@
 """Goal: whatever a start finds in the segments, it ends, with a tree of what can be reached."""
 
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -13,6 +14,7 @@ from kvstore.protocol.page import PrefixKey, ShardSpec
 from kvstore.state.table.adopt import FoundSegment, adopt
 from kvstore.state.table.invariants import check
 from kvstore.state.tree import node as nodes
+from kvstore.state.tree.node import PrefixNode
 from tests.state.disk.disk_world import DiskWorld
 from tests.state.world import DIGEST, FULL, FULL_2, WINDOW, identity, key
 
@@ -225,3 +227,51 @@ def test_a_run_without_its_head_is_left_out_also_when_another_shard_s_pages_of_i
     _, found = adopted([pages], 128)
 
     assert not found
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_prompt_that_lies_the_other_way_round_is_looked_at_once(
+    lost: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Each page is found before the one that it continues; ``lost``: the first one is not there."""
+    pages, looks = 300, [0]
+    below: Any = PrefixNode.__dict__["below"]
+
+    def looked(node: PrefixNode) -> dict[PrefixKey, PrefixNode]:
+        looks[0] += 1
+        found: dict[PrefixKey, PrefixNode] = below.__get__(node)
+        return found
+
+    names = ["x" * at for at in range(1 + lost, pages + 1)]
+    segment = found(*((name, name[:-1]) for name in reversed(names)))
+    world = DiskWorld()
+    monkeypatch.setattr(PrefixNode, "below", property(looked, below.__set__))
+
+    assert adopt(world.table, [segment], [(identity(), FULL)], 2) == (0 if lost else pages)
+
+    assert looks[0] < 20 * pages
+    check(world.table)
+
+
+def test_runs_that_were_found_before_the_page_they_continue_stay_whole():
+    """A reclaim carries pages that were used to a later segment, and what continues them stays."""
+    world, _ = adopted([[(name, 0) for name in ("ab", "abc", "abcd", "abcde")], [("a", 0)]], 128)
+
+    assert world.lookup(world.mine, "abcde") == (5, 0)
+    assert sorted(node.count for node in set(world.mine.index.values())) == [1, 1, 3]
+
+
+def test_pages_that_are_left_out_take_no_run_of_another_shard_apart():
+    pages = [
+        ("abc", 1),
+        ("abcd", 1),
+        ("abcde", 1),
+        ("a", 0),
+        *(("abcde"[:at], 0) for at in range(2, 6)),
+    ]
+
+    world, _ = adopted([pages], 128)
+
+    assert world.lookup(world.mine, "abcde") == (5, 0)
+    assert world.lookup(world.mine, "abcde", [1]) == (0, 0)
+    assert sorted(node.count for node in set(world.mine.index.values())) == [1, 2, 2]

@@ -13,12 +13,28 @@ from kvstore.state.table.choosing import Leaving, RoomChooser, RoomPlan, RoomReq
 from kvstore.state.table.invariants import check
 from kvstore.state.tree.actions import Removed
 from kvstore.state.tree.node import PrefixNode
+from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.slots import Slot
+from tests.state.disk.disk_world import DiskWorld
 from tests.state.world import PAGE, World, key
 
 SLOTS = 24
 PATHS = st.lists(st.text("abc", min_size=1, max_size=6), min_size=1, max_size=12)
 POLICIES = ("lru", "lfu", "tinylfu", "kvstore")
+
+
+def known(world: World, space: PrefixTree) -> list[object]:
+    """All that a change would show in."""
+    table = world.table
+    pages = [
+        (node.key, node.count, node.memory, node.present, node.access, node.uses, node.hits,
+         node.children_in_memory, *node.slot_columns.values())
+        for node in sorted(set(space.index.values()), key=lambda one: one.keys)
+    ]  # fmt: skip
+    return [
+        pages, world.slots.stats(), list(table.actions), dict(table.counts),
+        list(table.disk.jobs), list(table.disk.effects), space.changes, space.host_bytes,
+    ]  # fmt: skip
 
 
 class Drawn:
@@ -35,19 +51,6 @@ class Drawn:
             number, _ = world.acquire(self.engine, self.space, path)
             world.table.release(self.engine, number)
         world.removed()
-
-    def known(self) -> list[object]:
-        """All that a change would show in."""
-        table, space = self.world.table, self.space
-        pages = [
-            (node.key, node.count, node.memory, node.present, node.access, node.uses, node.hits,
-             node.children_in_memory, *node.slot_columns.values())
-            for node in sorted(set(space.index.values()), key=lambda one: one.keys)
-        ]  # fmt: skip
-        return [
-            pages, self.world.slots.stats(), list(table.actions), dict(table.counts),
-            list(table.disk.jobs), list(table.disk.effects), space.changes, space.host_bytes,
-        ]  # fmt: skip
 
     def choose(self, head: PrefixNode, slots: int) -> RoomPlan:
         """A plan, as if these slots were to be found behind a page."""
@@ -84,11 +87,11 @@ def test_choosing_changes_nothing_and_spares_the_chain_that_goes_on(
     node = Drawn(paths, again, policy)
     heads = [node.space.root, *set(node.space.index.values())]
     spared = heads[head % len(heads)]
-    before = node.known()
+    before = known(node.world, node.space)
 
     plan = node.choose(spared, slots)
 
-    assert node.known() == before
+    assert known(node.world, node.space) == before
     plan.check()
     assert plan.asked is None, "there is no disk to ask"
     left, chain = slots, set()
@@ -101,6 +104,40 @@ def test_choosing_changes_nothing_and_spares_the_chain_that_goes_on(
         assert not victim.node.children_in_memory
         assert 0 < victim.pages <= left
         left -= min(victim.pages, victim.node.count)
+
+
+@pytest.mark.parametrize("pages", [1, 5, 20])
+def test_choosing_within_a_quota_changes_nothing(pages: int) -> None:
+    world = World(extents=1, slots_each=SLOTS)
+    engine = world.process()
+    space = world.space(engine)
+    world.table.quotas.set(space, 8 * PAGE, 0, SLOTS * PAGE)
+    world.store(engine, space, "abcdefgh")
+    before = known(world, space)
+
+    plan = RoomChooser(world.table.residents).choose_own(space, pages, pages * PAGE)
+    world.table.eviction.end_choice()
+
+    assert known(world, space) == before
+    assert plan.asked is not None
+    assert (plan.asked.node.count, plan.asked.pages) == (8, min(pages, 8))
+
+
+@pytest.mark.parametrize(("write", "victims", "writes"), [("through", [5], []), ("back", [], [12])])
+def test_choosing_among_the_pages_of_the_prompt_itself_changes_nothing(
+    write: str, victims: list[int], writes: list[int]
+) -> None:
+    world, path = DiskWorld(write), "abcdefghijkl"
+    world.store(world.me, world.mine, path)
+    world.end_all()
+    before = known(world, world.mine)
+
+    wanted = RoomRequest(world.mine, PAGE, 5, world.mine.index[key(path)])
+    plan = RoomChooser(world.table.residents).choose_spill(wanted)
+
+    assert known(world, world.mine) == before
+    assert [one.pages for one in plan.victims] == victims
+    assert [one.pages for one in plan.writes] == writes
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "tinylfu"])
