@@ -58,13 +58,16 @@ def compiled_core() -> list[Extension]:
     BUILD.mkdir(parents=True, exist_ok=True)
     types = BUILD / "mypy.ini"
     types.write_text(TYPES)
-    return mypycify(
+    found = mypycify(
         [f"--config-file={types}", *sorted(map(str, CORE))],
         group_name="kvstore.core",
         opt_level="2",
         debug_level="0",
         target_dir=str(BUILD / "c"),
     )
+    for one in found:  # else another library might replace each function: no call is inlined then
+        one.extra_compile_args.append("-fvisibility=hidden")
+    return found
 
 
 setup(
