@@ -36,7 +36,8 @@ def round_trip(
 ) -> str:
     """Store a page of random bytes from the engine's memory and restore it.
 
-    The engine's blocks must not be in use yet; the blocks used here are zeroed at the end.
+    The engine's blocks must not be in use yet; the blocks used here are zeroed at the end, unless
+    the device fails at that, which is returned.
 
     Args:
         store: the worker's client.

@@ -455,7 +455,7 @@ class HighestReuse:
                 entry = leaves.pop()
                 access, _, node = entry
                 if not is_live(node) or node.children_in_memory:
-                    leave(node, self._slot_bytes)  # a leaf again, it is offered again
+                    leave(node, self._slot_bytes)  # offered again as a leaf
                 elif node.access == access:
                     age_bin = self._reuse.bin_of(tick - access)
                     self._put((cell[0], age_bin, cell[2]), entry)
