@@ -1,4 +1,4 @@
-"""Goal: whatever a server answers in place of Redis, its caller is told so, and goes on."""
+"""Goal: whatever Redis answers its caller is told so, and goes on; one that is cancelled ends."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -134,3 +134,25 @@ async def test_what_the_client_cannot_read_is_a_fault_like_any_other(answer):
                 assert caught.value.cause in ("refused", "away")
         finally:
             await pages.close()
+
+
+TURNS = 40
+"""More turns of the loop than a call takes whose answer is there at once."""
+
+
+@in_loop
+async def test_a_call_that_is_cancelled_ends_wherever_it_is():
+    # wait_for of Python 3.11 loses a cancellation that comes when what it waits for has just ended.
+    async with answering(NUMBER) as servers:
+        store = RedisPages(redis_clients(servers, CALL_S), "blue")
+        try:
+            for turns in range(TURNS):
+                assert await PAGES["claim"](store) == 5  # connected
+                task = asyncio.create_task(PAGES["claim"](store))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                if task.cancel():
+                    await asyncio.wait([task], timeout=CALL_S)
+                    assert task.cancelled(), f"it went on after {turns} turns"
+        finally:
+            await store.close()
