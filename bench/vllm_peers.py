@@ -37,6 +37,12 @@ _SIOCSIFFLAGS: Final = 0x8914
 _MASTER: Final = 50051
 _SEGMENT: Final = 50052
 _LMCACHE: Final = 15655
+_TCP_QUEUES: Final = {
+    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
+    "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
+}
+"""Mooncake's own bounds, about 2,100, are less than what its connector asks for at 8,000 tokens: a
+transfer for each block and layer. The engine then ends the request with an internal error."""
 
 
 class Peer(NamedTuple):
@@ -120,7 +126,7 @@ def _mooncake(cluster: VllmCluster, site: Path, environment: dict[str, str]) -> 
     path = cluster.directory / "mooncake.json"
     path.write_text(json.dumps(settings))
     transfer = {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both"}
-    return Peer(transfer, {"MOONCAKE_CONFIG_PATH": str(path)})
+    return Peer(transfer, {"MOONCAKE_CONFIG_PATH": str(path), **_TCP_QUEUES})
 
 
 def _lmcache(cluster: VllmCluster, site: Path, environment: dict[str, str]) -> Peer:
