@@ -398,7 +398,7 @@ class Node:
         if self.leaving.losing or self.leaving.ending:
             self._let_go(now_ns)
         self._wake()
-        if self.waiting.count:
+        if self.waiting.count and not self.pages.disk.took_long():  # else in the next turn
             self._resume_some(now_ns)
         self.unfinished = bool(
             self.leaving.losing or self.leaving.ending or self._overdue or self._may_resume

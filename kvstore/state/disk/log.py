@@ -4,13 +4,13 @@ Segments are files of equal size, written front to back and freed as a whole. A 
 header and one page; ``docs/internals/ssd-format.md`` describes its bytes.
 """
 
-from collections.abc import Collection, Container, Iterable, Iterator
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
 
 from kvstore.protocol.page import KEY_BYTES
-from kvstore.state.disk.plans import Reclaim, parts_of, plan
+from kvstore.state.disk.plans import NodePart, Reclaim, parts_of, plan
 from kvstore.state.disk.records import PageRecords, Stretch
 from kvstore.state.tree.columns import PLACE_COLUMN, pack_places, unpack_place, unpack_places
 from kvstore.state.tree.node import PrefixNode
@@ -316,7 +316,7 @@ class SegmentLog:
 
     def plan(
         self, victim: Segment, tick: int, carry_from: float,
-        kept: Collection[tuple[PrefixNode, int]] = (),
+        kept: Collection[tuple[PrefixNode, int]] = (), parts: Sequence[NodePart] | None = None,
     ) -> Reclaim:  # fmt: skip
         """Which pages of a segment to carry over.
 
@@ -329,9 +329,12 @@ class SegmentLog:
             tick: the current tick.
             carry_from: from which part of its time on disk on a page must be used, 0 to 1.
             kept: single pages that must not be dropped, closed towards parents.
+            parts: the pages of the segment; None = find them.
         """
         budget = int(victim.size_bytes * CARRY_SHARE)
-        return plan(victim.number, list(parts_of(victim.pages)), budget, tick, carry_from, kept)
+        if parts is None:
+            parts = list(parts_of(victim.pages))
+        return plan(victim.number, parts, budget, tick, carry_from, kept)
 
     def sealed(self, number: int) -> None:
         """The footer of a full segment was written, or cannot be."""

@@ -316,6 +316,11 @@ class DiskPages:
         self.limits.limit(space, quota_bytes, reserved_bytes, self.log.reservable_bytes)
         self._reclaimer.reconsider()
 
+    def took_long(self) -> bool:
+        """Whether much of a segment was looked at or given up since this was last asked."""
+        took_long, self._reclaimer.took_long = self._reclaimer.took_long, False
+        return took_long
+
     def needs_space(self, space: PrefixTree) -> bool:
         """Whether tombstones or limits on disk still refer to this empty space."""
         return space.number in self.limits.quotas.limited or self.graves.waits_for(space)

@@ -77,6 +77,8 @@ class SegmentReclaimer:
 
     Attributes:
         choosing: a segment was not worth reclaiming; :meth:`advance_reclaim` looks at the next one.
+        took_long: a segment was looked at, or many pages of one were given up; whoever does other
+            work in turns waits for the next one, and resets it.
     """
 
     def __init__(
@@ -91,7 +93,7 @@ class SegmentReclaimer:
         self._retry_ns = retry_ns
         self._now_ns = self._rests_until_ns = 0
         self._victim: Segment | None = None
-        self.choosing = False
+        self.choosing = self.took_long = False
         #: Segments that are not worth reclaiming → what they were when that was found.
         self._barren: dict[int, _Barren] = {}
         #: Segments whose file could not be deleted → when that is tried again.
@@ -116,6 +118,7 @@ class SegmentReclaimer:
         assert now_ns >= self._now_ns, "the clock never goes back"
         self._now_ns = now_ns
         if self._victim is not None and self._stage is _Drain.DROPPING:
+            self.took_long = True
             self._drop(self._victim, tick, DROPS_MAX)
         self.advance_reclaim(tick)
 
@@ -213,7 +216,8 @@ class SegmentReclaimer:
         victim = self._log.victim(self._passed_over())
         if victim is None:
             return False
-        kept = self._limits.kept(victim)
+        self.took_long = True
+        kept, parts = self._limits.kept(victim)
         sizes = [node.space.shards[shard].record_bytes for node, shard in kept]
         room = victim.size_bytes - footer_bytes(victim.records + 1)
         gain = max([room * GAIN_MIN, *sizes])
@@ -221,7 +225,7 @@ class SegmentReclaimer:
         if victim.failed or awaited or sum(sizes) + gain <= room:
             self._victim = victim
             self._counts["disk_kept_pages"] += len(kept)
-            plan = self._log.plan(victim, tick, self._admission.carry_from, kept)
+            plan = self._log.plan(victim, tick, self._admission.carry_from, kept, parts)
             self._begin(victim, plan, tick)
             return False
         spaces = {one.space.number: one.space for one in victim.pages.stretches}

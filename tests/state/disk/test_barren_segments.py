@@ -1,13 +1,13 @@
 """Goal: segments that are not worth reclaiming are looked at one at a time, and not in vain."""
 
 from collections import Counter
+from typing import Any
 
 import pytest
 
 from kvstore.state.disk.jobs import DiskJob
 from kvstore.state.disk.limits import DiskLimits
 from kvstore.state.disk.log import Segment
-from kvstore.state.tree.node import PrefixNode
 from tests.state.disk.test_disk_limits import LimitedWorld
 
 
@@ -19,7 +19,7 @@ class Looks:
         self.of: Counter[int] = Counter()
         kept = DiskLimits.kept
 
-        def counted(limits: DiskLimits, segment: Segment) -> set[tuple[PrefixNode, int]]:
+        def counted(limits: DiskLimits, segment: Segment) -> Any:
             self.now += 1
             self.of[segment.number] += 1
             return kept(limits, segment)

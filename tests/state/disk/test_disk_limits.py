@@ -8,6 +8,7 @@ from kvstore.protocol.errors import CapacityError, InvalidArgument, PageCorrupt,
 from kvstore.state.ask.explain import Explainer
 from kvstore.state.disk.jobs import DiskCopy, DiskJob, DiskWrite
 from kvstore.state.disk.log import Segment, SegmentLog, SegmentState
+from kvstore.state.disk.plans import parts_of
 from kvstore.state.table.invariants import check
 from kvstore.state.tree.actions import PageStatus
 from kvstore.state.tree.node import PrefixNode, Retention
@@ -192,6 +193,21 @@ def test_what_is_beyond_a_reservation_goes(world):
     world.flood(200)
 
     assert world.there(*"abcd").count(True) == 2
+
+
+@pytest.mark.parametrize("reserved", [0, 2])
+def test_the_pages_of_a_segment_are_said_as_what_must_be_kept_has_left_them(world, reserved):
+    """Of a reserved space single pages are asked for, and a run is split for them."""
+    world.store(world.me, world.mine, "abcd")
+    world.end_all()
+    world.disk.limit(world.mine, 0, reserved * RECORD)
+    (segment,) = world.disk.log.segments.values()
+
+    kept, parts = world.disk.limits.kept(segment)
+
+    assert len(kept) == reserved
+    assert parts == list(parts_of(segment.pages))
+    assert [part.part.pages for part in parts] == ([1, 1, 1, 1] if reserved else [4])
 
 
 def test_more_cannot_be_reserved_than_can_be_kept(world):
