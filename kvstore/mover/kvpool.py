@@ -94,15 +94,6 @@ class KVPool:
         planes = tuple(plane + offset for plane in self.planes)
         return replace(self, planes=planes, block_bytes=size)
 
-    def beside(self, other: "KVPool") -> int | None:
-        """Bytes from each part of a block of ``other`` to the same of this one; None = it varies.
-
-        It does not for two parts of one pool (:meth:`part`) that have the same size.
-        """
-        offset = self.planes[0] - other.planes[0]
-        moved = replace(other, planes=tuple(plane + offset for plane in other.planes))
-        return offset if moved == self else None
-
     def blocks_per_page(self, page_bytes: int) -> int:
         """Number of blocks of one page.
 
@@ -272,10 +263,20 @@ def pieces_of_each(asked: Sequence[PoolPages]) -> list[Pieces]:
     for one in asked:
         offset = None
         if before and one.blocks is before.blocks and one[2:] == before[2:]:
-            offset = one.pool.beside(before.pool)
+            offset = _offset(one.pool, before.pool)
         if offset is None:
             found.append(one.pool.pieces(*one[1:]))
         else:
             found.append(found[-1].moved(offset))
         before = one
     return found
+
+
+def _offset(pool: KVPool, other: KVPool) -> int | None:
+    """Bytes from each part of a block of ``other`` to the same of ``pool``; None = it varies.
+
+    It does not for two parts of one pool that have the same size.
+    """
+    offset = pool.planes[0] - other.planes[0]
+    moved = replace(other, planes=tuple(plane + offset for plane in other.planes))
+    return offset if moved == pool else None

@@ -23,6 +23,7 @@ HEADS = [
     ShardSpec(layout=CanonicalLayout(64), layers=(0, 2), heads=(head, head + 1))
     for head in range(3)
 ]
+WIDE = ShardSpec(layout=CanonicalLayout(64), layers=(0, 2), heads=(2, 4))
 
 
 def filled(space: Any, seed: int, blocks: int) -> Pool:
@@ -37,10 +38,15 @@ def pages_of(space: Any, keys: Any, shard: int) -> list[bytes]:
     return [bytes(one) for one in out[: space.get(keys, out, shard)]]
 
 
-def test_what_is_stored_together_is_what_the_blocks_of_each_shard_hold(store):
-    space = open_space(store, *HEADS)
+@pytest.mark.parametrize(("last", "copied"), [(HEADS[2], [16]), (WIDE, [6, 4, 6])])
+def test_what_is_stored_together_is_what_the_blocks_of_each_shard_hold(
+    store, monkeypatch, last, copied
+):
+    space, calls, gather = open_space(store, *HEADS[:2], last), list[int](), mover.gather
     keys = new_keys(space, 6)
-    pools = [filled(space, shard, 8) for shard in range(3)]
+    pools = [Pool(4, size // 4, 8) for size in space.page_bytes]
+    for shard, pool in enumerate(pools):
+        pool.fill(shard)
     tables = [np.random.default_rng(shard).permutation(8)[:6] for shard in range(3)]
     space.put(keys[:2], content(2, space.page_bytes[1]), 1)
 
@@ -48,42 +54,18 @@ def test_what_is_stored_together_is_what_the_blocks_of_each_shard_hold(store):
         (pool.kvpool, table, keys, shard)
         for shard, (pool, table) in enumerate(zip(pools, tables, strict=True))
     ]
+    monkeypatch.setattr(mover, "gather", lambda *a: calls.append(len(a[0])) or gather(*a))
     first = space.extract_shards(parts).result(TIMEOUT_S)
     again = space.extract_shards(parts[:2]).result(TIMEOUT_S)
 
     assert first == [PutResult(6), PutResult(4, existing=2), PutResult(6)]
     assert again == [PutResult(0, existing=6)] * 2
+    assert calls == copied, "pages of one size in one call"
     assert space.lookup(keys).pages == 6
     for shard, (pool, table) in enumerate(zip(pools, tables, strict=True)):
         known = 2 if shard == 1 else 0
         stored = [pool.page(np.array([block])) for block in table]
         assert pages_of(space, keys, shard)[known:] == stored[known:]
-
-
-@pytest.mark.parametrize(("wide", "copies"), [(False, 1), (True, 3)])
-def test_shards_whose_pages_have_one_size_are_copied_in_one_call(store, monkeypatch, wide, copies):
-    last = ShardSpec(layout=CanonicalLayout(64), layers=(0, 2), heads=(2, 4))
-    space = open_space(store, *HEADS[:2], last if wide else HEADS[2])
-    keys, calls, gather = new_keys(space, 4), [], mover.gather
-    pools = [Pool(4, size // 4, 8) for size in space.page_bytes]
-    for seed, pool in enumerate(pools):
-        pool.fill(seed)
-    space.put(keys[:1], content(1, space.page_bytes[1]), 1)
-
-    def counted(*arguments: Any) -> Any:
-        calls.append(len(arguments[0]))
-        return gather(*arguments)
-
-    monkeypatch.setattr(mover, "gather", counted)
-    tables = [np.array([shard, 7, 3, 5]) for shard in range(3)]
-    parts = [(pools[shard].kvpool, tables[shard], keys, shard) for shard in range(3)]
-    results = space.extract_shards(parts).result(TIMEOUT_S)
-
-    assert results == [PutResult(4), PutResult(3, existing=1), PutResult(4)]
-    assert (len(calls), sum(calls)) == (copies, 11)
-    for shard, (pool, table) in enumerate(zip(pools, tables, strict=True)):
-        stored, known = pages_of(space, keys, shard), int(shard == 1)
-        assert stored[known:] == [pool.page(table[at : at + 1]) for at in range(known, 4)]
 
 
 def test_it_takes_two_exchanges_and_none_to_commit_what_was_there(daemon, monkeypatch):
