@@ -370,6 +370,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Wait for a layer of the layer-wise loads."""
+        if self._options.load is not LoadOrder.LAYERWISE:  # vLLM asks for every layer of every step
+            return
         place = self._layers.get(layer_name)
         if place is not None:
             self._moving.wait_layer(*place)

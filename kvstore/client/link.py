@@ -48,9 +48,9 @@ SETTLE_WAIT_S: Final = 30.0
 """How long a closed link tries to tell a node that does not answer which moves have ended."""
 _BACKOFF_S: Final = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 _TICK_S: Final = 0.05
-_QUIET_TICK_S: Final = 0.5
+_QUIET_TICK_S: Final = ASK_S / 2
 """Time between two looks at a connection for which there was nothing to do for a while: each takes
-0.1 ms of CPU time, and an engine has one such thread for each of its processes."""
+0.1 ms of CPU time. What is posted meanwhile is sent at once; a lost connection ends the wait."""
 _QUIET_AFTER_S: Final = 1.0
 _ORIGIN_BYTES: Final = 16
 

@@ -15,7 +15,7 @@ from kvstore.client.loads import LEASE_S, Loader, LoadState, _Leased, names
 from kvstore.client.mapping import Use
 from kvstore.client.resources import Opened
 from kvstore.client.results import RestoreResult
-from kvstore.mover.kvpool import KVPool
+from kvstore.mover.kvpool import KVPool, PoolPages, pieces_of_each
 from kvstore.protocol import wire
 from kvstore.protocol.errors import KVStoreError
 from kvstore.protocol.page import DIGEST_BYTES, KEY_BYTES, PrefixKeys, page_seeds
@@ -63,9 +63,13 @@ class ShardLoader(Loader):
             return [
                 space.restore_to_kvpool(keys, pool, blocks, shard, order) for pool, shard in parts
             ]
-        targets = [
-            ShardTarget(pool.pieces(blocks, self._pages[shard].page_bytes, len(keys)), shard)
+        asked = [
+            PoolPages(pool, blocks, self._pages[shard].page_bytes, len(keys))
             for pool, shard in parts
+        ]
+        targets = [
+            ShardTarget(pieces, shard)
+            for pieces, (_, shard) in zip(pieces_of_each(asked), parts, strict=True)
         ]
         return [self._together(keys, targets, int(1.0 / share))]
 

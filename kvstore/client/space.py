@@ -16,7 +16,7 @@ from kvstore.client.results import MISS, Hit, PageViews, PutResult, RestoreResul
 from kvstore.client.shard_loads import ShardLoader
 from kvstore.client.stores import Backoff, Keep, ShardPages, Storer, summed
 from kvstore.config.cluster import NODES_MAX
-from kvstore.mover.kvpool import KVPool
+from kvstore.mover.kvpool import KVPool, PoolPages, pieces_of_each
 from kvstore.protocol import wire
 from kvstore.protocol.errors import CapacityError, InvalidArgument, KVStoreError, TooFewCopies
 from kvstore.protocol.page import PrefixKeys, ShardSpec, SpaceIdentity, Tokens, page_keys
@@ -519,12 +519,15 @@ class Space:
             InvalidArgument: the blocks do not fit the keys or the pool, or it is on a device.
             LayoutMismatch: a page is not a whole number of the pool's blocks.
         """
-        pages = []
+        asked = []
         for pool, blocks, keys, shard in parts:
             if pool.device != "cpu":
                 raise InvalidArgument("parts", f"a pool is on {pool.device}")
-            pieces = pool.pieces(blocks, self._size(shard), len(keys))
-            pages.append(ShardPages(keys, pieces, shard))
+            asked.append(PoolPages(pool, blocks, self._size(shard), len(keys)))
+        pages = [
+            ShardPages(keys, pieces, shard)
+            for (_, _, keys, shard), pieces in zip(parts, pieces_of_each(asked), strict=True)
+        ]
         return StoreJob(self._resources.stores, lambda: self._put_shards(pages))
 
     def prefetch(self, keys: PrefixKeys, shard: int = 0) -> StoreJob[int]:

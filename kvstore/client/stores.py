@@ -1,10 +1,12 @@
 """Puts pages into the node's memory: with two round trips, or with one into a reserved slot."""
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from time import monotonic, sleep
 from typing import Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstore import mover
 from kvstore.client.ahead import ReservedSlot, ReservedSlots
@@ -26,6 +28,7 @@ ALONE_S: Final = 10.0
 """How long a writer puts all pages itself after it has waited in vain."""
 BUSY_PAUSE_S: Final = 0.1
 """Pause before a busy node is asked again that did not let a put wait."""
+_REFUSED: Final = (PageStatus.NO_ROOM, PageStatus.NO_PARENT, PageStatus.DROPPED)
 
 
 class Keep(NamedTuple):
@@ -162,24 +165,28 @@ class Storer:
             for part in parts
         ]  # fmt: skip
         results: list[PutResult | KVStoreError] = []
-        written: dict[int, wire.CommitPut] = {}
+        free: dict[int, wire.PutGranted] = {}
         with link.moving() as memory:
             try:
                 answers = link.request_all(begins, self._resources.timeout_s, opened.epoch)
-                for at, (part, granted) in enumerate(zip(parts, answers, strict=True)):
+                for at, granted in enumerate(answers):
                     if isinstance(granted, KVStoreError):
                         results.append(granted)
                         continue
                     assert isinstance(granted, wire.PutGranted)
                     results.append(_result(granted.statuses))
                     if granted.addresses:
-                        digests = self._write(memory, granted, part.keys, part.source, part.shard)
-                        written[at] = wire.CommitPut(
-                            0, begins[at].put, digests, int(keep.ttl_s * 1000), keep.read_once,
-                            keep.memory_only,
-                        )  # fmt: skip
-                ends = self._commit(link, list(written.values()), opened)
-                for at, end in zip(written, ends, strict=True):
+                        free[at] = granted
+                digests = self._write_all(memory, [(parts[at], free[at]) for at in free])
+                commits = [
+                    wire.CommitPut(
+                        0, begins[at].put, found, int(keep.ttl_s * 1000), keep.read_once,
+                        keep.memory_only,
+                    )
+                    for at, found in zip(free, digests, strict=True)
+                ]  # fmt: skip
+                ends = self._commit(link, commits, opened)
+                for at, end in zip(free, ends, strict=True):
                     before = results[at]
                     assert isinstance(before, PutResult)
                     results[at] = end if isinstance(end, KVStoreError) else summed([before, end])
@@ -280,17 +287,49 @@ class Storer:
         self, memory: Use, granted: wire.PutGranted, keys: PrefixKeys,
         source: mover.Pieces | BlocksOnDevice, shard: int,
     ) -> bytes:  # fmt: skip
-        targets = memory.locate(granted.addresses, self._pages[shard].page_bytes, write=True)
-        seeds = page_seeds(keys.packed, self._pages[shard].seed)
-        if len(targets) < len(keys):
-            chosen = np.flatnonzero(
-                np.frombuffer(granted.statuses, dtype=np.uint8) == PageStatus.GRANTED
-            )
-            source, seeds = source.choose(chosen), seeds[chosen]
         size = self._pages[shard].page_bytes
+        targets = memory.locate(granted.addresses, size, write=True)
+        seeds = page_seeds(keys.packed, self._pages[shard].seed)
+        chosen = _granted(granted, len(keys))
+        if chosen is not None:
+            source, seeds = source.choose(chosen), seeds[chosen]
         if isinstance(source, BlocksOnDevice):
             return source.gather(targets, size, seeds).tobytes()
         return mover.gather(targets, size, source, seeds).tobytes()
+
+    def _write_all(
+        self, memory: Use, grants: Sequence[tuple[ShardPages, wire.PutGranted]]
+    ) -> list[bytes]:
+        """Write pages of several shards; pages of the same size in one pass.
+
+        Returns:
+            The digests of each shard's pages.
+        """
+        if len({self._pages[part.shard].page_bytes for part, _ in grants}) != 1:
+            return [
+                self._write(memory, granted, part.keys, part.source, part.shard)
+                for part, granted in grants
+            ]
+        size = self._pages[grants[0][0].shard].page_bytes
+        targets = memory.locate(b"".join(one.addresses for _, one in grants), size, write=True)
+        sources, seeds = [], []
+        for part, granted in grants:
+            source, own = part.source, page_seeds(part.keys.packed, self._pages[part.shard].seed)
+            chosen = _granted(granted, len(part.keys))
+            if chosen is not None:
+                source, own = source.choose(chosen), own[chosen]
+            sources.append(source)
+            seeds.append(own)
+        found = mover.gather(targets, size, mover.Pieces.joined(sources), np.concatenate(seeds))
+        ends = accumulate(len(own) for own in seeds)
+        return [found[end - len(own) : end].tobytes() for own, end in zip(seeds, ends, strict=True)]
+
+
+def _granted(granted: wire.PutGranted, pages: int) -> npt.NDArray[np.intp] | None:
+    """Numbers of the pages that got a slot; None = all of them."""
+    if granted.statuses.count(PageStatus.GRANTED) == pages:
+        return None
+    return np.flatnonzero(np.frombuffer(granted.statuses, dtype=np.uint8) == PageStatus.GRANTED)
 
 
 def summed(parts: Sequence[PutResult]) -> PutResult:
@@ -306,10 +345,9 @@ def _keep(link: NodeLink, reserved: ReservedSlots, slot: ReservedSlot) -> None:
 
 def _result(statuses: bytes) -> PutResult:
     """The result of a put whose pages have these statuses."""
-    refused = (PageStatus.NO_ROOM, PageStatus.NO_PARENT, PageStatus.DROPPED)
-    return PutResult(
-        statuses.count(PageStatus.STORED),
-        statuses.count(PageStatus.EXISTS),
-        statuses.count(PageStatus.PENDING),
-        sum(statuses.count(status) for status in refused),
-    )
+    count = statuses.count
+    stored = count(PageStatus.STORED)
+    if stored + count(PageStatus.GRANTED) == len(statuses):  # nearly always
+        return PutResult(stored)
+    refused = sum(map(count, _REFUSED))
+    return PutResult(stored, count(PageStatus.EXISTS), count(PageStatus.PENDING), refused)

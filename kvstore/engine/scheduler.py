@@ -149,12 +149,12 @@ class SchedulerSide:
         missing = missing_tokens(there, wanted, computed, self._page_tokens)
         if missing and self._waits(state, missing, now):
             return None
-        first = computed // self._page_tokens
-        asked = self._question(state, hit, computed)
-        choice = self._decisions.decide(state.load, asked, now) if asked.tokens else None
-        if asked.tokens and choice is None:
-            return None
-        end = first + choice.pages if choice is not None else first
+        first = end = computed // self._page_tokens
+        if there * self._page_tokens > computed:
+            choice = self._decisions.decide(state.load, self._question(state, hit, computed), now)
+            if choice is None:
+                return None
+            end = first + choice.pages
         state.will_load(hit, first, end)
         return max(0, end * self._page_tokens - computed)
 

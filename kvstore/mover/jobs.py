@@ -111,6 +111,23 @@ class Pieces(NamedTuple):
             found.append(array.__array_interface__["data"][0])  # twice as fast as array.ctypes
         return cls.contiguous(np.array(found, dtype=np.uint64), page_bytes)
 
+    @classmethod
+    def joined(cls, parts: Sequence["Pieces"]) -> "Pieces":
+        """The pages of several parts in order; all have the same number of segments."""
+        if len(parts) == 1:
+            return parts[0]
+        before = np.cumsum([0, *(len(part.address) for part in parts[:-1])])
+        return cls(
+            np.concatenate([part.address for part in parts]),
+            np.concatenate([part.length for part in parts]),
+            np.concatenate([part.end + at for part, at in zip(parts, before, strict=True)]),
+            parts[0].segments,
+        )
+
+    def moved(self, offset: int) -> "Pieces":
+        """The same pieces, each ``offset`` bytes behind; negative = before."""
+        return self._replace(address=self.address + np.int64(offset).view(np.uint64))
+
     def pages(self, start: int, stop: int) -> "Pieces":
         """The pieces of pages ``start`` to ``stop``, not copied."""
         first, last = start * self.segments, stop * self.segments

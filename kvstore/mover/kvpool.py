@@ -8,6 +8,7 @@ order::
     page = plane 0: block b0, block b1, … │ plane 1: block b0, block b1, … │ …
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -126,11 +127,12 @@ class KVPool:
             InvalidArgument: a block is not in the pool, or the number of blocks is wrong.
         """
         table = self.table(blocks, page_bytes, page_count)
+        if self.block_stride_bytes != self.block_bytes:  # no block is adjacent to another
+            return self._apart(table, by_layer=by_layer)
         per_page = table.shape[1]
         # starts[p, j]: block j of page p is not adjacent to block j-1.
         starts = np.ones(table.shape, dtype=bool)
-        if self.block_stride_bytes == self.block_bytes:
-            starts[:, 1:] = table[:, 1:] != table[:, :-1] + 1
+        starts[:, 1:] = table[:, 1:] != table[:, :-1] + 1
         run_pages, run_at = np.nonzero(starts)
         ends_at = np.append(run_at[1:], 0)
         ends_at[np.append(run_pages[1:] != run_pages[:-1], True)] = per_page
@@ -197,6 +199,18 @@ class KVPool:
             raise InvalidArgument("blocks", f"a block is outside 0..{self.block_count - 1}")
         return flat.reshape(-1, per_page)
 
+    def _apart(self, table: npt.NDArray[np.int64], *, by_layer: bool) -> Pieces:
+        """The pieces of these pages if every block of a plane is one."""
+        planes = np.array(self.planes, dtype=np.uint64)
+        offsets = table.view(np.uint64) * np.uint64(self.block_stride_bytes)
+        address = (planes[:, None] + offsets[:, None, :]).reshape(-1)
+        length = np.empty(len(address), dtype=np.uint64)
+        length.fill(self.block_bytes)
+        segments = self.layer_count if by_layer else 1
+        count = len(table) * segments
+        end = np.arange(1, count + 1, dtype=np.int64) * (table.shape[1] * len(planes) // segments)
+        return Pieces(address, length, end, segments)
+
     def _spread(
         self,
         offsets: npt.NDArray[np.uint64],
@@ -225,3 +239,44 @@ class KVPool:
             np.cumsum(pieces_each, dtype=np.int64),
             segments,
         )
+
+
+class PoolPages(NamedTuple):
+    """Pages in blocks of a pool; see :meth:`KVPool.pieces`."""
+
+    pool: KVPool
+    blocks: npt.ArrayLike
+    page_bytes: int
+    pages: int
+
+
+def pieces_of_each(asked: Sequence[PoolPages]) -> list[Pieces]:
+    """The pieces of pages in several pools.
+
+    If a pool is a part of the same blocks as the one before, they are looked at once.
+
+    Raises:
+        InvalidArgument, LayoutMismatch: see :meth:`KVPool.pieces`.
+    """
+    found: list[Pieces] = []
+    before: PoolPages | None = None
+    for one in asked:
+        offset = None
+        if before and one.blocks is before.blocks and one[2:] == before[2:]:
+            offset = _offset(one.pool, before.pool)
+        if offset is None:
+            found.append(one.pool.pieces(*one[1:]))
+        else:
+            found.append(found[-1].moved(offset))
+        before = one
+    return found
+
+
+def _offset(pool: KVPool, other: KVPool) -> int | None:
+    """Bytes from each part of a block of ``other`` to the same of ``pool``; None = it varies.
+
+    It does not for two parts of one pool that have the same size.
+    """
+    offset = pool.planes[0] - other.planes[0]
+    moved = replace(other, planes=tuple(plane + offset for plane in other.planes))
+    return offset if moved == pool else None

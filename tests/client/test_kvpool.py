@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.mover.kvpool import KVPool
+from kvstore.mover.jobs import Pieces
+from kvstore.mover.kvpool import KVPool, PoolPages, pieces_of_each
 from kvstore.protocol.errors import InvalidArgument, LayoutMismatch
 
 
@@ -97,3 +98,69 @@ def test_a_pool_that_cannot_be_is_refused_by_the_field(arguments, field):
     with pytest.raises(InvalidArgument) as refused:
         KVPool(*arguments)
     assert refused.value.field == field
+
+
+# Several pools
+
+HEADS = 3
+
+
+def equal(one: Pieces, other: Pieces) -> bool:
+    arrays = zip(one[:3], other[:3], strict=True)
+    return one.segments == other.segments and all(np.array_equal(a, b) for a, b in arrays)
+
+
+@given(
+    blocks=st.lists(st.integers(0, 11), min_size=4, max_size=4),
+    others=st.lists(st.sampled_from(["moved", "blocks", "size", "plane", "stride"]), max_size=4),
+    base=st.sampled_from([1 << 12, (1 << 64) - (1 << 20)]), gap=st.sampled_from([0, 8]),
+)  # fmt: skip
+def test_pieces_in_several_pools_are_those_of_each(blocks, others, base, gap):
+    planes = (base, base + 4096, base + 12_288)
+    whole = KVPool(planes, 24, 24 + gap, 12, 1)
+    asked = [PoolPages(whole.part(16, 8), blocks, 24, 4)]
+    for number, kind in enumerate(others):
+        pool, table, size, count = whole.part(8 * (number % HEADS), 8), blocks, 24, 4
+        if kind == "blocks":
+            table = blocks[::-1]
+        elif kind == "size":
+            size, count = 48, 2
+        elif kind == "plane":
+            pool = KVPool((*planes[:2], planes[2] + 64), 8, 24 + gap, 12, 1)
+        elif kind == "stride":
+            pool = KVPool(planes, 8, 8, 12, 1)
+        asked.append(PoolPages(pool, table, size, count))
+
+    found = pieces_of_each(asked)
+
+    alone = [one.pool.pieces(one.blocks, one.page_bytes, one.pages) for one in asked]
+    assert all(map(equal, found, alone))
+    assert len(found) == len(alone)
+
+
+def test_the_blocks_of_several_parts_of_a_pool_are_looked_at_once(monkeypatch):
+    looked: list[KVPool] = []
+    table = KVPool.table
+
+    def counted(pool, *arguments):
+        looked.append(pool)
+        return table(pool, *arguments)
+
+    monkeypatch.setattr(KVPool, "table", counted)
+    whole, blocks = KVPool((4096, 8192), 24, 24, 12, 1), [5, 2]
+    parts = [whole.part(8 * head, 8) for head in range(HEADS)]
+
+    pieces_of_each([PoolPages(part, blocks, 16, 2) for part in parts])
+
+    assert looked == parts[:1]
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_joined_pieces_are_the_pages_of_all_parts_in_order(by_layer):
+    tables, pool = ([3, 4, 1], [], [7], [2, 2]), KVPool((4096, 8192), 8, 8, 12, 1)
+    parts = [pool.pieces(table, 16, len(table), by_layer=by_layer) for table in tables]
+
+    joined = Pieces.joined(parts)
+
+    assert equal(joined, pool.pieces([3, 4, 1, 7, 2, 2], 16, 6, by_layer=by_layer))
+    assert equal(Pieces.joined(parts[:1]), parts[0])

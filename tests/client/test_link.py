@@ -8,6 +8,7 @@ import pytest
 
 from kvstore.client import exchange, link, notices
 from kvstore.client.exchange import Connection
+from kvstore.client.link import Link
 from kvstore.protocol import wire
 from kvstore.protocol.errors import KVStoreError, PeerUnreachable, ProtocolError, TransferTimeout
 from tests.client.peer import SHORT_S, TIMEOUT_S, Held, answer, connection_of
@@ -74,6 +75,25 @@ def test_a_link_that_nobody_needs_looks_seldom_and_then_sends_at_once_what_can_w
         go_on.set()
     wait_until(lambda: len(looks) > count)
     assert looks[count] == link._TICK_S, "somebody needs it again"
+
+
+def test_a_link_that_looks_seldom_sees_the_end_of_its_connection_at_once(
+    peer, monkeypatch, wait_until
+):
+    monkeypatch.setattr(link, "_QUIET_AFTER_S", 0.0)
+    monkeypatch.setattr(link, "_QUIET_TICK_S", 3600.0)
+    made = Link(peer.path, "engine")
+    for epoch in (1, 2):
+        wait_until(lambda epoch=epoch: made.connected and made.epoch == epoch)
+        wait_until(lambda: not connection_of(made).watched)
+        if epoch == 1:
+            peer.drop()
+
+    thread, before = made._thread, monotonic()
+    made.close()
+    assert monotonic() - before < TIMEOUT_S / 2
+    assert thread is not None
+    assert not thread.is_alive()
 
 
 def test_what_was_meant_for_an_earlier_connection_is_said_on_no_other(peer, connected, wait_until):

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvstore import mover
 from kvstore.client import shard_loads
 from kvstore.client.exchange import Connection
 from kvstore.client.loads import Loader
@@ -22,6 +23,7 @@ HEADS = [
     ShardSpec(layout=CanonicalLayout(64), layers=(0, 2), heads=(head, head + 1))
     for head in range(3)
 ]
+WIDE = ShardSpec(layout=CanonicalLayout(64), layers=(0, 2), heads=(2, 4))
 
 
 def filled(space: Any, seed: int, blocks: int) -> Pool:
@@ -36,10 +38,15 @@ def pages_of(space: Any, keys: Any, shard: int) -> list[bytes]:
     return [bytes(one) for one in out[: space.get(keys, out, shard)]]
 
 
-def test_what_is_stored_together_is_what_the_blocks_of_each_shard_hold(store):
-    space = open_space(store, *HEADS)
+@pytest.mark.parametrize(("last", "copied"), [(HEADS[2], [16]), (WIDE, [6, 4, 6])])
+def test_what_is_stored_together_is_what_the_blocks_of_each_shard_hold(
+    store, monkeypatch, last, copied
+):
+    space, calls, gather = open_space(store, *HEADS[:2], last), list[int](), mover.gather
     keys = new_keys(space, 6)
-    pools = [filled(space, shard, 8) for shard in range(3)]
+    pools = [Pool(4, size // 4, 8) for size in space.page_bytes]
+    for shard, pool in enumerate(pools):
+        pool.fill(shard)
     tables = [np.random.default_rng(shard).permutation(8)[:6] for shard in range(3)]
     space.put(keys[:2], content(2, space.page_bytes[1]), 1)
 
@@ -47,11 +54,13 @@ def test_what_is_stored_together_is_what_the_blocks_of_each_shard_hold(store):
         (pool.kvpool, table, keys, shard)
         for shard, (pool, table) in enumerate(zip(pools, tables, strict=True))
     ]
+    monkeypatch.setattr(mover, "gather", lambda *a: calls.append(len(a[0])) or gather(*a))
     first = space.extract_shards(parts).result(TIMEOUT_S)
     again = space.extract_shards(parts[:2]).result(TIMEOUT_S)
 
     assert first == [PutResult(6), PutResult(4, existing=2), PutResult(6)]
     assert again == [PutResult(0, existing=6)] * 2
+    assert calls == copied, "pages of one size in one call"
     assert space.lookup(keys).pages == 6
     for shard, (pool, table) in enumerate(zip(pools, tables, strict=True)):
         known = 2 if shard == 1 else 0
