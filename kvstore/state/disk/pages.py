@@ -164,9 +164,8 @@ class DiskPages:
     def used(self, nodes: Sequence[PrefixNode], shard: int) -> None:
         """A request loads a run of pages: it uses those before them, too, wherever it has them."""
         mark_before(nodes[0], self._memory.moment.tick)
-        node = nodes[-1]
-        if self.rules.write is SELECTIVE and self.writes.is_dirty(node, shard):
-            self._backlog.add(node, shard)
+        if self.rules.write is SELECTIVE and self.writes.is_dirty(nodes[-1], shard):
+            self._backlog.add(nodes[-1], shard)
             self._pump()
 
     def is_dirty(self, node: PrefixNode) -> bool:
@@ -318,8 +317,7 @@ class DiskPages:
 
     def took_long(self) -> bool:
         """Whether much of a segment was looked at or given up since this was last asked."""
-        took_long, self._reclaimer.took_long = self._reclaimer.took_long, False
-        return took_long
+        return self._reclaimer.took_long()
 
     def needs_space(self, space: PrefixTree) -> bool:
         """Whether tombstones or limits on disk still refer to this empty space."""

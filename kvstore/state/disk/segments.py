@@ -77,8 +77,6 @@ class SegmentReclaimer:
 
     Attributes:
         choosing: a segment was not worth reclaiming; :meth:`advance_reclaim` looks at the next one.
-        took_long: a segment was looked at, or many pages of one were given up; whoever does other
-            work in turns waits for the next one, and resets it.
     """
 
     def __init__(
@@ -93,7 +91,7 @@ class SegmentReclaimer:
         self._retry_ns = retry_ns
         self._now_ns = self._rests_until_ns = 0
         self._victim: Segment | None = None
-        self.choosing = self.took_long = False
+        self.choosing = self._took_long = False
         #: Segments that are not worth reclaiming → what they were when that was found.
         self._barren: dict[int, _Barren] = {}
         #: Segments whose file could not be deleted → when that is tried again.
@@ -113,12 +111,17 @@ class SegmentReclaimer:
         """Whether a segment is being reclaimed, or chosen for it."""
         return self._victim is not None or self.choosing
 
+    def took_long(self) -> bool:
+        """Whether a segment was looked at, or many pages of one given up, since the last call."""
+        took_long, self._took_long = self._took_long, False
+        return took_long
+
     def advance(self, now_ns: int, tick: int) -> None:
         """Advance the clock to ``now_ns``: do what is due, including retries."""
         assert now_ns >= self._now_ns, "the clock never goes back"
         self._now_ns = now_ns
         if self._victim is not None and self._stage is _Drain.DROPPING:
-            self.took_long = True
+            self._took_long = True
             self._drop(self._victim, tick, DROPS_MAX)
         self.advance_reclaim(tick)
 
@@ -216,7 +219,7 @@ class SegmentReclaimer:
         victim = self._log.victim(self._passed_over())
         if victim is None:
             return False
-        self.took_long = True
+        self._took_long = True
         kept, parts = self._limits.kept(victim)
         sizes = [node.space.shards[shard].record_bytes for node, shard in kept]
         room = victim.size_bytes - footer_bytes(victim.records + 1)
