@@ -85,7 +85,7 @@ def test_one_seed_is_one_history():
     assert History(7).run(2) == History(7).run(2) != History(8).run(2)
 
 
-@pytest.mark.soak("crash", minutes=0.2)
+@pytest.mark.soak("crash", minutes=0.5)
 @pytest.mark.parametrize("hundred", range(100))
 def test_ten_thousand_power_cuts_undo_nothing_that_was_acknowledged(hundred: int):
     seeds = range(1_000 + 100 * hundred, 1_100 + 100 * hundred)

@@ -77,14 +77,14 @@ def test_without_faults_nothing_is_lost():
     assert outcome.late_pieces == 0
 
 
-@pytest.mark.soak("simulation", minutes=1)
+@pytest.mark.soak("simulation", minutes=2.5)
 @pytest.mark.parametrize("hundred", range(20))
 def test_two_thousand_histories_show_no_wrong_byte(hundred):
     for seed in range(100 * hundred, 100 * hundred + 100):
         Simulation(10_000 + seed).run(seconds=2.0)
 
 
-@pytest.mark.soak("simulation", minutes=0.7)
+@pytest.mark.soak("simulation", minutes=1.5)
 @pytest.mark.parametrize("hundred", range(10))
 def test_a_thousand_histories_with_a_failing_disk_show_no_wrong_byte(hundred):
     for seed in range(100 * hundred, 100 * hundred + 100):
