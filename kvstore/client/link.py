@@ -387,6 +387,7 @@ class Link:
                 self._wake.clear()
                 attempt += 1
                 self._try_to_connect()
+                postponed = 0  # as of any new connection
             self._tidy()
             if not self._reconnecting.closing or self.unfinished_moves():
                 quiet = 0.0

@@ -96,6 +96,34 @@ def test_a_link_that_looks_seldom_sees_the_end_of_its_connection_at_once(
     assert not thread.is_alive()
 
 
+def test_what_can_wait_on_a_new_connection_is_sent_soon_after_a_quiet_time(
+    peer, monkeypatch, wait_until
+):
+    monkeypatch.setattr(link, "_QUIET_AFTER_S", 0.5)
+    monkeypatch.setattr(link, "_QUIET_TICK_S", 3600.0)
+    connected_again, go_on = threading.Event(), threading.Event()
+    tidy = Link._tidy
+
+    def slow(made: Link) -> None:
+        if made.connected and made.epoch == 2 and not connected_again.is_set():
+            connected_again.set()
+            assert go_on.wait(TIMEOUT_S)
+        tidy(made)
+
+    monkeypatch.setattr(Link, "_tidy", slow)
+    made = Link(peer.path, "engine")
+    wait_until(lambda: made.connected and made.epoch == 1)
+    made.send_later(wire.Release(1))
+    wait_until(lambda: wire.Release(1) in peer.heard)
+    wait_until(lambda: not connection_of(made).watched)
+    peer.drop()
+    assert connected_again.wait(TIMEOUT_S)
+    made.send_later(wire.Release(2))  # as many messages as on the first one
+    go_on.set()
+    wait_until(lambda: wire.Release(2) in peer.heard)
+    made.close()
+
+
 def test_what_was_meant_for_an_earlier_connection_is_said_on_no_other(peer, connected, wait_until):
     epoch = connected.epoch
     peer.drop()

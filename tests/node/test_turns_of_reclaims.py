@@ -101,6 +101,16 @@ def test_a_put_goes_on_in_the_turn_after_the_one_that_gives_up_much_of_a_segment
     assert full.count("disk_full_pages") > tried
 
 
+def test_no_request_waits_for_two_turns_that_look_at_segments(full: Full):
+    delete(full)
+    reclaimer = full.disk.pages._reclaimer
+    reclaimer._took_long = True  # as if this turn looked at a segment that must be kept
+
+    full.node.go_on(full.clock())
+
+    assert full.disk.stats().writes > 0
+
+
 def test_a_put_is_refused_at_its_deadline_though_that_turn_gives_up_much_of_a_segment(full: Full):
     delete(full)
     full.node.go_on(full.clock())
