@@ -385,9 +385,8 @@ class Link:
             else:
                 self._wake.wait(_BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)])
                 self._wake.clear()
-                attempt += 1
+                attempt, postponed = attempt + 1, 0  # of the new connection
                 self._try_to_connect()
-                postponed = 0  # as of any new connection
             self._tidy()
             if not self._reconnecting.closing or self.unfinished_moves():
                 quiet = 0.0
