@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--servers", type=int, default=6,
                         help="server pairs of part new; minimum: 2")  # fmt: skip
     parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=PEERS,
-                        help="other stores to measure; default: all")  # fmt: skip
+                        help="other stores to measure; default: all; no name: none")  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:
