@@ -88,8 +88,6 @@ class Node:
         self._overdue = False
         #: Slots may have become free since requests that wait for some were last tried.
         self._room_may_be = False
-        #: Waiting requests go on in the next turn, because this one took long.
-        self._put_off = False
         self.leaving = LeavingProcesses(self.pages, limits.turn_pages, limits.unwatched_ns)
         meter = self.pages.meter
         self.latencies: dict[type, Histogram] = {
@@ -400,8 +398,7 @@ class Node:
         if self.leaving.losing or self.leaving.ending:
             self._let_go(now_ns)
         self._wake()
-        self._put_off = self.pages.disk.took_long() and not self._put_off
-        if self.waiting.count and not self._put_off:
+        if self.waiting.count and not self.waiting.put_off(took_long=self.pages.disk.took_long()):
             self._resume_some(now_ns)
         self.unfinished = bool(
             self.leaving.losing or self.leaving.ending or self._overdue or self._may_resume

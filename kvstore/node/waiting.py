@@ -80,6 +80,7 @@ class WaitingRoom:
         self._sizes: Counter[bytes] = Counter()
         self.count = 0
         self.size_bytes = 0
+        self._put_off = False
 
     def __len__(self) -> int:
         return self.count
@@ -112,6 +113,15 @@ class WaitingRoom:
         else:
             self._leave_thing(waiter)
         self._forget(waiter)
+
+    def put_off(self, *, took_long: bool) -> bool:
+        """Whether requests go on in the next turn: this one ``took_long``, the last one did not.
+
+        Returns:
+            True at most every second time, so that no request waits for two turns.
+        """
+        self._put_off = took_long and not self._put_off
+        return self._put_off
 
     def wake(self, thing: Hashable) -> None:
         """An event has happened: mark its requests as ready, in order of arrival."""
