@@ -96,7 +96,7 @@ def test_a_history_that_fails_tells_the_story_of_the_page_and_of_the_cluster():
     assert "the last events" in told
 
 
-@pytest.mark.soak("simulation", minutes=0.4)
+@pytest.mark.soak("simulation", minutes=1)
 @pytest.mark.parametrize("hundred", range(100))
 def test_ten_thousand_histories_of_a_cluster_show_no_wrong_byte(hundred):
     for seed in range(100 * hundred, 100 * hundred + 100):
