@@ -363,6 +363,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             log.warning("kvstore: the self-test failed, expect misses: %s", wrong)
         prefault([memory.shards[0].pool for memory in memories], log)
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """A step begins."""
+        super().bind_connector_metadata(connector_metadata)
+        self._moving.begin_step(self._metadata().step.stores)
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Start this step's loads."""
         del forward_context, kwargs
@@ -383,7 +388,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def wait_for_save(self) -> None:
         """The forward pass is done: start this step's stores; does not block."""
-        self._moving.start_stores(self._metadata().step.stores)
+        self._moving.end_step()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Requests whose loads have ended; stores delay no request."""

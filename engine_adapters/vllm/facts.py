@@ -1,7 +1,6 @@
 """Reads the facts about an engine's KV from vLLM's configuration."""
 
 import hashlib
-import json
 import logging
 import platform
 from collections.abc import Iterable, Sequence
@@ -23,7 +22,15 @@ from engine_adapters.vllm.drafts import (
     draft_settings,
     has_draft_layers,
 )
-from engine_adapters.vllm.names import ENGINE, length_settings, media_settings
+from engine_adapters.vllm.names import (
+    ENGINE,
+    adapter_settings,
+    config_digest,
+    length_settings,
+    media_settings,
+    reads_model_files,
+    weights_settings,
+)
 from engine_adapters.vllm.support import (
     TESTED_VERSIONS,
     backends_of,
@@ -84,7 +91,9 @@ def read_facts(config: Any, kv: Any, revision: str) -> EngineFacts:
     return EngineFacts(
         engine=ENGINE,
         model=model.model,
-        revision=check_revision(revision or weights_revision(model), model.model),
+        revision=check_revision(
+            revision or weights_revision(model, config.load_config), model.model
+        ),
         kv_dtype=dtypes.pop(),
         settings=_settings(config, (name for _, group in specs for name in group.layer_names))
         | _alone(config, with_kv)
@@ -176,14 +185,11 @@ def check_stage(facts: EngineFacts, stage: int, layers: Sequence[str]) -> None:
 def _settings(config: Any, layers: Iterable[str]) -> dict[str, str]:
     """Everything else that may change KV."""
     model = config.model_config
-    hf = model.hf_config.to_dict()
-    hf.pop("transformers_version", None)
-    encoded = json.dumps(hf, default=str, sort_keys=True).encode()
     speculative = config.speculative_config
     # A stage of a pipeline knows its own layers only; shards have their numbers.
     names = list(layers) if config.parallel_config.pipeline_parallel_size == 1 else ["pipeline"]
     settings = {
-        "hf_config": hashlib.sha256(encoded).hexdigest(),
+        "hf_config": config_digest(model),
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
         "cache_dtype": str(config.cache_config.cache_dtype),
@@ -196,8 +202,10 @@ def _settings(config: Any, layers: Iterable[str]) -> dict[str, str]:
         settings["seed"] = str(model.seed)
     return (
         settings
-        | length_settings(hf, model.max_model_len)
+        | length_settings(model.hf_config.to_dict(), model.max_model_len)
         | media_settings(model.multimodal_config)
+        | adapter_settings(config.lora_config, model.dtype)
+        | weights_settings(model, config.load_config)
     )
 
 
@@ -211,7 +219,7 @@ def _draft_revision(config: Any, given: str) -> str:
     """
     draft, model = config.speculative_config.draft_model_config, config.model_config
     same = (draft.model, draft.revision) == (model.model, model.revision)
-    revision = given if given and same else weights_revision(draft)
+    revision = given if given and same else weights_revision(draft, config.load_config)
     if not revision:
         raise ConfigError(
             f"speculative_config: model: kvstore cannot identify the weights of {draft.model};"
@@ -252,13 +260,15 @@ def _isa(config: Any, spec: Any) -> str:
     return f"{platform.machine()}/{isa}"
 
 
-def weights_revision(model: Any) -> str:
-    """The revision of the weights.
+def weights_revision(model: Any, load: Any) -> str:
+    """The revision of a model's weights, which vLLM reads as ``load`` says.
 
     For a folder: a hash of its files' names, sizes and modification times, so that replaced weights
     get another revision; copies of a folder share pages only if the user sets the revision. For a
     model from the hub: its commit. Empty: they cannot be identified, as vLLM got them elsewhere.
     """
+    if not reads_model_files(model, load):
+        return ""
     folder = Path(model.model)
     if folder.is_dir():
         return files_fingerprint(folder)

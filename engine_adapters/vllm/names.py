@@ -7,7 +7,7 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,8 +25,56 @@ _MEDIA_SETTINGS: Final = (
 )  # fmt: skip
 """Those of a server that change what it makes of an image; vLLM's hash of the image has only those
 of the request."""
-_CONTENT_HASH: Final = re.compile(r"(.*:)?([0-9a-f]{64}|[0-9a-f]{128})", re.DOTALL)
+_NOTE: Final = "_config_digest_of_kvstore"
+_CONTENT: Final = "+content"
+"""Ends an image's identifier if that is a hash of its content: see :func:`mark_contents`."""
+_CONTENT_HASH: Final = re.compile(
+    rf"(.*:)?([0-9a-f]{{64}}|[0-9a-f]{{128}}){re.escape(_CONTENT)}", re.DOTALL
+)
 """blake3, sha256 or sha512, perhaps after the name of an adapter."""
+_ADAPTER_SETTINGS: Final = (
+    "target_modules", "lora_dtype", "enable_tower_connector_lora", "enable_mixed_moe_lora_format",
+    "enable_moe_shared_loras",
+)  # fmt: skip
+"""Those of a server that decide where, and how, an adapter's weights are applied."""
+_FILE_FORMATS: Final = (
+    "auto", "hf", "safetensors", "pt", "npcache", "mistral", "dummy", "fastsafetensors",
+    "instanttensor", "runai_streamer", "runai_streamer_sharded", "sharded_state",
+)  # fmt: skip
+"""Formats whose loaders read the model's files. Not: tensorizer, ipc_cache, modelexpress."""
+_LOADER_SPEED: Final = frozenset({
+    "enable_multithread_load", "num_threads", "concurrency", "memory_limit", "distributed",
+})  # fmt: skip
+"""Those settings of loaders that change only how fast the weights are read."""
+
+
+def note_config(model: Any) -> None:
+    """Note the model's configuration before a worker builds the model.
+
+    Some of vLLM's models change their configuration when they are built. The scheduler, in another
+    process, would then look for pages under other names than the workers give them. The note goes
+    with vLLM's configuration to all processes; the first one stays.
+
+    Args:
+        model: ``ModelConfig``.
+    """
+    if not hasattr(model, _NOTE):
+        setattr(model, _NOTE, _config_digest(model))
+
+
+def config_digest(model: Any) -> str:
+    """A hash of the model's configuration, including overrides by the user: 64 hex digits.
+
+    Args:
+        model: ``ModelConfig``; :func:`note_config` was called before, or the model was not built.
+    """
+    return getattr(model, _NOTE, None) or _config_digest(model)
+
+
+def _config_digest(model: Any) -> str:
+    values = model.hf_config.to_dict()
+    values.pop("transformers_version", None)
+    return hashlib.sha256(json.dumps(values, default=str, sort_keys=True).encode()).hexdigest()
 
 
 def length_settings(hf_config: Mapping[str, Any], request_tokens: int) -> dict[str, str]:
@@ -75,6 +123,73 @@ def has_strong_hashes(cache: Any, multimodal: Any) -> bool:
     return cache.prefix_caching_hash_algo.startswith("sha256") and not counted
 
 
+def mark_contents(
+    hashes: Mapping[str, Sequence[str]], named: Mapping[str, Sequence[str | None]]
+) -> dict[str, list[str]]:
+    """Mark those of a request's images (audio, videos) whose identifier is a hash of their content.
+
+    A client may name an image itself, with whatever it likes: the hash of another image, too. vLLM
+    takes the name for the identifier, or a hash of the name and the request's settings, which looks
+    like any other hash. What is made of an identifier later, such as another hash, has no mark.
+
+    Args:
+        hashes: by kind, the identifiers that vLLM has made.
+        named: by kind, the client's name of each item; None = it gave none.
+    """
+    marked: dict[str, list[str]] = {}
+    for kind, found in hashes.items():
+        names = named.get(kind) or [None] * len(found)
+        marked[kind] = [
+            one + _CONTENT if name is None else one.removesuffix(_CONTENT)
+            for one, name in zip(found, names, strict=True)
+        ]
+    return marked
+
+
+def adapter_settings(lora: Any, dtype: Any) -> dict[str, str]:
+    """What a server sets for LoRA adapters, where it changes the KV of their requests.
+
+    Args:
+        lora: vLLM's ``LoRAConfig``; None = adapters are not enabled.
+        dtype: of the model, and so of its adapters unless the server sets another one.
+    """
+    values = {name: one for name in _ADAPTER_SETTINGS if (one := getattr(lora, name, None))}
+    if values.get("lora_dtype") in (dtype, "auto"):
+        del values["lora_dtype"]
+    if "target_modules" in values:
+        values["target_modules"] = sorted(values["target_modules"])
+    return {"adapters": json.dumps(values, default=str, sort_keys=True)} if values else {}
+
+
+def weights_settings(model: Any, load: Any) -> dict[str, str]:
+    """What a server sets that makes other weights, or another model, of the same files.
+
+    Args:
+        model: ``ModelConfig``.
+        load: ``LoadConfig``.
+    """
+    values: dict[str, str] = {}
+    if (quantization := getattr(model, "quantization_config", None)) is not None:
+        values["quantization_config"] = repr(quantization)
+    if code := getattr(model, "code_revision", None):
+        values["code_revision"] = code
+    extra = getattr(load, "model_loader_extra_config", None)
+    if isinstance(extra, Mapping) and (others := extra.keys() - _LOADER_SPEED):
+        named = {name: extra[name] for name in others}
+        values["loader"] = json.dumps(named, default=str, sort_keys=True)
+    return values
+
+
+def reads_model_files(model: Any, load: Any) -> bool:
+    """Whether the weights are in the model's own files: then these files identify them.
+
+    Args:
+        model: ``ModelConfig``; with ``model_weights`` they are elsewhere, such as in S3.
+        load: ``LoadConfig``; plugins have formats of their own.
+    """
+    return load.load_format in _FILE_FORMATS and not getattr(model, "model_weights", "")
+
+
 @functools.lru_cache(maxsize=1024)
 def adapter_weights(path: str, number: int) -> str:
     """A fingerprint of an adapter's files at the time of the first call; empty = there is none.
@@ -108,7 +223,6 @@ def names_of(request: Any, *, strong_hashes: bool) -> PromptScope:
         known = bool(weights) and not getattr(adapter, "load_inplace", False)
     parts += salt_parts(request.cache_salt or "")
     foreign = bool(request.mm_features) or request.prompt_embeds is not None
-    # A client may name an image itself, and give another one the same name.
     hashed = all(_CONTENT_HASH.fullmatch(one.identifier) for one in request.mm_features or ())
     usable = known and not request.resumable and (not foreign or (strong_hashes and hashed))
     return PromptScope(parts, foreign, usable)

@@ -99,6 +99,7 @@ def _check_whole(made: Any) -> None:
     elif transfer is not None and transfer.kv_connector == _MULTI:
         ours = _options_inside(transfer.kv_connector_extra_config)
     if ours:
+        from engine_adapters.vllm.names import note_config
         from engine_adapters.vllm.options import check_against, read_options
         from engine_adapters.vllm.support import check_model
 
@@ -107,6 +108,35 @@ def _check_whole(made: Any) -> None:
         if len(ours) > 1:
             raise _doubled(len(ours))
         check_model(made)
+        if made.model_config is not None:
+            note_config(made.model_config)
+        if getattr(made.model_config, "multimodal_config", None) is not None:
+            mark_images()
+
+
+def mark_images() -> None:
+    """Let vLLM mark which identifiers of images, audio and videos are hashes of their content.
+
+    vLLM makes them in the process that takes the request, where it makes its configuration, too. An
+    identifier without the mark is nothing that the connector believes, so a process without it, or
+    a version of vLLM that makes them elsewhere, costs hits only.
+    """
+    try:
+        from vllm.multimodal.processing.inputs import ProcessorInputs
+    except ImportError as error:
+        log.warning("kvstore: no KV of images, audio and videos is stored or loaded: %s", error)
+        return
+    if getattr(ProcessorInputs, _MARK, False):
+        return
+    from engine_adapters.vllm.names import mark_contents
+
+    identify: Callable[..., dict[str, list[str]]] = ProcessorInputs.get_mm_hashes
+
+    def get_mm_hashes(inputs: Any, *given: Any, **named: Any) -> dict[str, list[str]]:
+        return mark_contents(identify(inputs, *given, **named), inputs.mm_uuid_items or {})
+
+    ProcessorInputs.get_mm_hashes = get_mm_hashes
+    setattr(ProcessorInputs, _MARK, True)
 
 
 def _doubled(count: int) -> Exception:

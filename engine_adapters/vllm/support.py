@@ -288,6 +288,8 @@ def check_groups(
             wrong = "is not causal: its KV depend on later tokens"
         elif quantised not in _QUANTISED:
             wrong = f"is quantised as {quantised}"
+        elif getattr(spec, "attention_chunk_size", None):
+            wrong = "has chunked local attention"
         elif getattr(spec, "extra_retained_tokens", 0):
             wrong = "keeps tokens before its window for draft layers"
         else:

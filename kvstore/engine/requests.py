@@ -10,7 +10,8 @@ import msgspec
 
 from kvstore.engine.identity import Group
 
-_WEIGHTS: Final = ("*.safetensors", "*.bin", "*.pt", "*.gguf", "*.json")
+_WEIGHTS: Final = ("*.safetensors", "*.bin", "*.pt", "*.gguf", "*.tensors", "*.json", "*.py")
+"""Weights, and what is made of them: configuration, and code of the model."""
 
 
 class Request(Protocol):

@@ -203,6 +203,7 @@ class WorkerSide:
     _stores: list[_Storing] = field(default_factory=list)
     _said: str = ""
     _idle_steps: int = 0
+    _not_begun: Sequence[Store] = ()
 
     @property
     def _whole_only(self) -> bool:
@@ -245,6 +246,21 @@ class WorkerSide:
                 if not (there or job.done or loading.refused):
                     loading.refused = True
                     self.counts.add("load_timeouts")
+
+    def begin_step(self, stores: Sequence[Store]) -> None:
+        """A step begins that computes the KV of these stores; :meth:`end_step` starts them.
+
+        If the step before was not ended, its stores are started first. vLLM does not end the steps
+        of a pipeline's first stages when it decodes speculatively: their reports would never come,
+        and the blocks never be free. The blocks have not changed since, as stores hold them.
+        """
+        self.end_step()
+        self._not_begun = stores
+
+    def end_step(self) -> None:
+        """The KV of the step are computed: start its stores, unless they were started."""
+        stores, self._not_begun = self._not_begun, ()
+        self.start_stores(stores)
 
     def start_stores(self, stores: Sequence[Store]) -> None:
         """Start stores; the blocks must not change until the scheduler has their report."""

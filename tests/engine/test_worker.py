@@ -53,6 +53,18 @@ class Job:
         return RestoreResult(self.pages, 1024, 0.012)
 
 
+class Ended:
+    """A store of several shards that has ended."""
+
+    def __init__(self, result: Any) -> None:
+        self._result, self.done = result, True
+
+    def result(self, timeout_s: float) -> Any:
+        if isinstance(self._result, Exception):
+            raise self._result
+        return self._result
+
+
 class Machine(FakeStore):
     """A worker, a clock and the jobs it is given."""
 
@@ -234,16 +246,24 @@ def test_a_store_that_cannot_even_begin_is_counted_as_failed(device):
         assert one.side.counts.take()["store_failures"] == 1
 
 
+def test_the_stores_of_a_step_that_was_not_ended_start_with_the_next_one():
+    """vLLM does not end steps of a pipeline's first stages when it decodes speculatively."""
+    first, second = (Store(number, KEYS, [Blocks(0, 0, [1, 2, 3, 4])]) for number in (1, 2))
+    machine = Machine()
+    machine.extract_shards = lambda _: Ended([PutResult(2)])
+
+    machine.side.begin_step([first])
+    assert not machine.side.poll().report.ended
+    machine.side.begin_step([second])
+    assert machine.side.poll().report.ended.keys() == {1}
+    machine.side.end_step()
+    assert machine.side.poll().report.ended.keys() == {2}
+    machine.side.begin_step([])
+    machine.side.end_step()
+    assert not machine.side.poll().report.ended, "started once"
+
+
 def test_what_became_of_each_shard_of_a_store_is_counted():
-    class Ended:
-        def __init__(self, result: Any) -> None:
-            self._result, self.done = result, True
-
-        def result(self, timeout_s: float) -> Any:
-            if isinstance(self._result, Exception):
-                raise self._result
-            return self._result
-
     machine = Machine(shards=2)
     machine.page_bytes = [512, 1024]
     store = Store(1, KEYS, [Blocks(0, 0, [1, 2, 3, 4])])

@@ -11,18 +11,28 @@ import msgspec
 import torch
 from vllm.config.kv_transfer import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import get_kv_connector_cache_layout
+from vllm.multimodal.processing.inputs import ProcessorInputs
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from engine_adapters.vllm import facts, plugin, tier
+from engine_adapters.vllm.names import names_of
 from kvstore.engine.identity import shard_specs, space_identity
 from kvstore.engine.options import TieringOptions
 from tests.vllm.engine_process import Answer, serve
 from tests.vllm.tier_process import ROW, Spec
 
 BLOCK = 64
+
+
+class Images(list[str]):
+    """A request's images, as far as vLLM names them."""
+
+    def get_all_items_for_hash(self) -> list[str]:
+        """What is hashed."""
+        return self
 
 
 class Parts:
@@ -54,6 +64,25 @@ class Parts:
         """What names the pages of the tier on a GPU of this generation."""
         self.generation = tuple(generation)
         return {"name": _digest(tier.names(Spec.config, ROW, TieringOptions(revision="1"), b""))}
+
+    def identifiers(self, names: list[str | None], settings: dict[str, Any]) -> Answer:
+        """What vLLM identifies images by, and whether their KV have a name.
+
+        ``names`` are those of a client, ``settings`` its settings of the processor.
+        """
+        plugin.mark_images()
+        images = Images([f"picture {number}" for number in range(len(names))])
+        inputs = ProcessorInputs([], {"image": images}, {"image": names}, settings)
+        found = inputs.get_mm_hashes("m", "sha256")["image"]
+        request = {"lora_request": None, "cache_salt": None, "prompt_embeds": None}
+        usable = [
+            names_of(
+                Values(mm_features=[Values(identifier=one)], resumable=False, **request),
+                strong_hashes=True,
+            ).usable
+            for one in found
+        ]
+        return {"found": found, "usable": usable}
 
     def layout(self, connectors: list[str]) -> Answer:
         """The layout of blocks that vLLM takes with one connector, or several."""
@@ -89,7 +118,7 @@ def _config(backends: dict[str, str]) -> Any:
         ),
         cache_config=Values(cache_dtype="auto", kv_cache_layout="BLHNC"),
         load_config=Values(load_format="auto"), device_config=Values(device_type="cuda"),
-        speculative_config=None,
+        speculative_config=None, lora_config=None,
         attention_config=Values(
             backend=None,
             backend_per_kind={kind: AttentionBackendEnum[one] for kind, one in backends.items()},

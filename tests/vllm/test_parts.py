@@ -48,3 +48,12 @@ def test_the_layouts_whose_tensors_are_tested_are_those_of_vllm(parts: Engine):
     from tests.engine_adapters.vllm.test_tensors import LAYOUTS
 
     assert parts.ask("layouts")["orders"] == {name: [*order] for name, order in LAYOUTS.items()}
+
+
+def test_only_images_that_vllm_names_by_their_content_have_names_of_ours(parts: Engine):
+    """With settings of the processor vLLM hashes the client's name, which looks like a content."""
+    content = "0f" * 32
+    for settings in ({}, {"size": 448}):
+        answer = parts.ask("identifiers", names=[None, "the logo", content], settings=settings)
+        assert answer["usable"] == [True, False, False], answer
+        assert len(set(answer["found"])) == 3

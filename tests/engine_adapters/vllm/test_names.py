@@ -8,11 +8,17 @@ import pytest
 
 from engine_adapters.vllm.names import (
     ENGINE,
+    adapter_settings,
+    config_digest,
     has_strong_hashes,
     length_settings,
+    mark_contents,
     media_settings,
     names_of,
+    note_config,
     page_key,
+    reads_model_files,
+    weights_settings,
 )
 from engine_adapters.vllm.options import page_tokens_of, read_options
 from kvstore.engine.chain import ForeignChain
@@ -61,7 +67,7 @@ def adapter(name, path, number=1, *, in_place=False):
     )
 
 
-def image(identifier="0f" * 32):
+def image(identifier="0f" * 32 + "+content"):
     return SimpleNamespace(identifier=identifier)
 
 
@@ -125,11 +131,91 @@ def test_inputs_that_are_no_tokens_are_named_only_by_hashes_that_can_be_trusted(
 
 
 def test_an_image_is_named_by_its_content_or_not_at_all():
-    for name in ("renderer0-mm-1-image-0", "the logo", "0f" * 31, ""):
+    for name in ("renderer0-mm-1-image-0", "the logo", "0f" * 31, "", "0f" * 32, "0f" * 64):
         features = [image(), image(name)]
         assert not names_of(asked(mm_features=features), strong_hashes=True).usable, name
     for name in ("0f" * 32, "0f" * 64, "an adapter:" + "0f" * 32):
-        assert names_of(asked(mm_features=[image(name)]), strong_hashes=True).usable, name
+        features = [image(name + "+content")]
+        assert names_of(asked(mm_features=features), strong_hashes=True).usable, name
+
+
+def test_a_client_that_names_an_image_does_not_name_its_kv_whatever_the_name():
+    content, other = "0f" * 32, "1e" * 32
+    hashes = {"image": [content, other, content + "+content"], "video": [other]}
+    named = {"image": [None, "the logo", content + "+content"]}
+
+    marked = mark_contents(hashes, named)
+
+    assert marked == {
+        "image": [content + "+content", other, content], "video": [other + "+content"],
+    }  # fmt: skip
+    usable = [
+        names_of(asked(mm_features=[image(one)]), strong_hashes=True).usable
+        for one in (*marked["image"], *marked["video"])
+    ]
+    assert usable == [True, False, False, True]
+
+
+def lora(**fields):
+    plain = {"target_modules": None, "lora_dtype": "float16", "max_lora_rank": 16,
+             "enable_tower_connector_lora": False}  # fmt: skip
+    return SimpleNamespace(**plain | fields)
+
+
+def test_servers_that_apply_adapters_otherwise_share_nothing():
+    def settings(**fields):
+        return adapter_settings(lora(**fields), "float16")
+
+    assert settings() == settings(max_lora_rank=64) == adapter_settings(None, "float16") == {}
+    assert settings(lora_dtype="auto") == {}
+    other = [
+        settings(target_modules=["q_proj"]), settings(target_modules=["v_proj"]),
+        settings(lora_dtype="bfloat16"), settings(enable_tower_connector_lora=True),
+    ]  # fmt: skip
+    assert len({one["adapters"] for one in other}) == len(other)
+    assert settings(target_modules=["a", "b"]) == settings(target_modules=["b", "a"])
+
+
+def test_servers_that_make_other_weights_of_the_same_files_share_nothing():
+    def settings(extra=None, **model):
+        return weights_settings(
+            SimpleNamespace(**model), SimpleNamespace(model_loader_extra_config=extra or {})
+        )
+
+    assert settings() == settings(quantization_config=None, code_revision=None) == {}
+    assert settings({"enable_multithread_load": True, "num_threads": 8}) == {}
+    other = [
+        settings(quantization_config={"linear": "fp8"}),
+        settings(quantization_config={"linear": "mxfp4"}),
+        settings(code_revision="abc"), settings({"pattern": "a"}), settings({"pattern": "b"}),
+    ]  # fmt: skip
+    assert len({str(one) for one in other}) == len(other)
+
+
+def test_only_formats_that_are_read_from_the_files_of_the_model_are_identified_by_them():
+    def read(load_format, **model):
+        load = SimpleNamespace(load_format=load_format)
+        return reads_model_files(SimpleNamespace(**model), load)
+
+    assert read("auto", model_weights="")
+    assert read("runai_streamer")
+    assert not read("runai_streamer", model_weights="s3://bucket/m")
+    for name in ("tensorizer", "ipc_cache", "modelexpress", "a_plugin's"):
+        assert not read(name), name
+
+
+def test_what_building_a_model_changes_in_its_configuration_changes_no_name():
+    def model(**values):
+        return SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: dict(values)))
+
+    noted = model(hidden=64, transformers_version="5")
+    before = config_digest(noted)
+    note_config(noted)
+    noted.hf_config = model(hidden=64, max_model_len=4096).hf_config
+    note_config(noted)
+
+    assert config_digest(noted) == before == config_digest(model(hidden=64))
+    assert config_digest(model(hidden=65)) != before
 
 
 def test_block_hashes_without_any_cache_of_images_are_not_trusted():

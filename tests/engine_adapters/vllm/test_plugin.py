@@ -13,6 +13,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from engine_adapters.vllm import plugin
+from engine_adapters.vllm.names import config_digest
 from kvstore.protocol.errors import ConfigError
 from tests.engine_adapters.vllm.test_support import model_of
 
@@ -214,6 +215,63 @@ def test_options_that_fit_or_may_fit_are_taken(vllm, options, model, rest):
     config, _, whole = vllm
     plugin.register()
     assert whole(config("KVStoreConnector", **options), model, **rest).checked
+
+
+@pytest.fixture
+def inputs(vllm, monkeypatch):
+    """The class of vLLM that names images."""
+
+    class ProcessorInputs:
+        def __init__(self, names):
+            self.mm_uuid_items = names
+
+        def get_mm_hashes(self, model, algorithm="blake3"):
+            assert (model, algorithm) == ("m", "sha256")
+            return {"image": ["0f" * 32, "1e" * 32]}
+
+    for name in ("vllm.multimodal", "vllm.multimodal.processing"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    module = ModuleType("vllm.multimodal.processing.inputs")
+    module.ProcessorInputs = ProcessorInputs
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return ProcessorInputs
+
+
+IMAGES = model_of("LlavaForConditionalGeneration", multimodal_config=SimpleNamespace())
+
+
+def test_images_are_marked_where_requests_arrive_once_and_only_for_our_connector(vllm, inputs):
+    config, _, whole = vllm
+    plugin.register()
+
+    def identified(names):
+        return inputs(names).get_mm_hashes("m", algorithm="sha256")["image"]
+
+    whole(config("OtherConnector"), IMAGES)
+    whole(config("KVStoreConnector"), LLAMA)
+    assert identified(None) == ["0f" * 32, "1e" * 32]
+
+    for _ in range(3):
+        whole(config("KVStoreConnector"), IMAGES)
+    assert identified(None) == ["0f" * 32 + "+content", "1e" * 32 + "+content"]
+    assert identified({"image": ["1e" * 32, None]}) == ["0f" * 32, "1e" * 32 + "+content"]
+
+
+def test_a_vllm_that_names_images_elsewhere_starts_and_says_what_it_costs(vllm, caplog):
+    config, _, whole = vllm
+    plugin.register()
+    assert whole(config("KVStoreConnector"), IMAGES).checked
+    assert "no KV of images, audio and videos is stored or loaded" in caplog.text
+
+
+def test_the_configuration_of_a_model_is_noted_before_it_is_built(vllm):
+    config, _, whole = vllm
+    plugin.register()
+    model = model_of("LlamaForCausalLM")
+    whole(config("KVStoreConnector"), model)
+    before = config_digest(model)
+    model.hf_config.to_dict = lambda: {"max_model_len": 4096}
+    assert config_digest(model) == before
 
 
 def test_another_vllm_starts_all_the_same_and_is_told_what_to_do(monkeypatch, caplog):

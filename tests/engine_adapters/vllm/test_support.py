@@ -43,6 +43,7 @@ def model_of(architecture, **changes):
     plain = {
         "is_hybrid": False, "is_attention_free": False, "is_encoder_decoder": False,
         "use_mla": False, "runner_type": "generate", "is_prefix_caching_supported": True,
+        "hf_config": Values(to_dict=dict),
     }  # fmt: skip
     return Values(architecture=architecture, model="/models/m", **{**plain, **changes})
 
@@ -187,6 +188,7 @@ def test_groups_of_whole_and_windowed_attention_and_latents_are_taken():
         (group_of("FullAttentionSpec", non_causal=True), "is not causal"),
         (group_of("FullAttentionSpec", kv_quant_mode=Values(name="NVFP4")), "quantised as NVFP4"),
         (group_of("SlidingWindowSpec", extra_retained_tokens=2), "keeps tokens before its window"),
+        (group_of("FullAttentionSpec", attention_chunk_size=8192), "has chunked local attention"),
     ],
 )  # fmt: skip
 def test_a_group_that_is_not_supported_is_named_with_its_first_layer(group, named):
