@@ -250,7 +250,7 @@ class WorkerSide:
     def begin_step(self, stores: Sequence[Store]) -> None:
         """A step begins that computes the KV of these stores; :meth:`end_step` starts them.
 
-        If the step before was not ended, its stores are started first. vLLM does not end the steps
+        If the step before was not ended, its stores are started first. An engine may not end those
         of a pipeline's first stages when it decodes speculatively: their reports would never come,
         and the blocks never be free. The blocks have not changed since, as stores hold them.
         """
