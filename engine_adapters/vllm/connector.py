@@ -348,7 +348,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             pool = pool_of(group, layers, kv_caches, kv.num_blocks, heads_apart(self._facts, group))
             memories.append(memory_of(self._facts, self._page_tokens, pool, place, rank, stage))
             self._layers |= {name: (place, index) for index, name in enumerate(layers)}
-        self._worker = WorkerSide(self._opening, memories, monotonic, self._steps_ahead)
+        self._worker = WorkerSide(
+            self._opening, memories, monotonic, self._steps_ahead,
+            early_stage=not get_pp_group().is_last_rank,
+        )  # fmt: skip
         first = memories[0].shards[0]
         page_bytes = self._shards[first.shard].page_bytes(self._identity)
         failed = try_device(self._store, first.pool, page_bytes, log)

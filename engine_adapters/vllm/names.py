@@ -26,11 +26,9 @@ _MEDIA_SETTINGS: Final = (
 """Those of a server that change what it makes of an image; vLLM's hash of the image has only those
 of the request."""
 _NOTE: Final = "_config_digest_of_kvstore"
-_CONTENT: Final = "+content"
-"""Ends an image's identifier if that is a hash of its content: see :func:`mark_contents`."""
-_CONTENT_HASH: Final = re.compile(
-    rf"(.*:)?([0-9a-f]{{64}}|[0-9a-f]{{128}}){re.escape(_CONTENT)}", re.DOTALL
-)
+_CONTENTS: Final = "kvstore_contents"
+"""In a request's ``extra_args``: all of its images are named by their content."""
+_CONTENT_HASH: Final = re.compile(r"(.*:)?([0-9a-f]{64}|[0-9a-f]{128})", re.DOTALL)
 """blake3, sha256 or sha512, perhaps after the name of an adapter."""
 _ADAPTER_SETTINGS: Final = (
     "target_modules", "lora_dtype", "enable_tower_connector_lora", "enable_mixed_moe_lora_format",
@@ -123,14 +121,22 @@ def has_strong_hashes(cache: Any, multimodal: Any) -> bool:
     return cache.prefix_caching_hash_algo.startswith("sha256") and not counted
 
 
-def mark_contents(
-    hashes: Mapping[str, Sequence[str]], named: Mapping[str, Sequence[str | None]]
-) -> dict[str, list[str]]:
-    """Mark those of a request's images (audio, videos) whose identifier is a hash of their content.
+class ContentHash(str):
+    """A hash that vLLM has made of the content of an image, audio or video.
 
     A client may name an image itself, with whatever it likes: the hash of another image, too. vLLM
     takes the name for the identifier, or a hash of the name and the request's settings, which looks
-    like any other hash. What is made of an identifier later, such as another hash, has no mark.
+    like any other hash. So the type says what it is, in the process that takes the request. Hashes
+    that come from elsewhere, or that vLLM makes of other hashes, are plain strings.
+    """
+
+    __slots__ = ()
+
+
+def mark_contents(
+    hashes: Mapping[str, Sequence[str]], named: Mapping[str, Sequence[str | None]]
+) -> dict[str, list[str]]:
+    """Identifiers of a request's images, those that name a content as :class:`ContentHash`.
 
     Args:
         hashes: by kind, the identifiers that vLLM has made.
@@ -140,10 +146,33 @@ def mark_contents(
     for kind, found in hashes.items():
         names = named.get(kind) or [None] * len(found)
         marked[kind] = [
-            one + _CONTENT if name is None else one.removesuffix(_CONTENT)
+            ContentHash(one) if name is None else str(one)
             for one, name in zip(found, names, strict=True)
         ]
     return marked
+
+
+def note_contents(request: Any) -> None:
+    """Tell the engine's process whether all images of a request are named by their content.
+
+    The type of an identifier does not get there. ``extra_args`` do, and a client's are replaced.
+
+    Args:
+        request: ``EngineCoreRequest``, before it is sent; its parameters are its own.
+    """
+    if not request.mm_features:
+        return
+    contents = all(isinstance(one.mm_hash, ContentHash) for one in request.mm_features)
+    for one in request.mm_features:  # msgspec, which sends them, takes no subclass of str
+        for name in ("mm_hash", "identifier"):
+            if isinstance(value := getattr(one, name), ContentHash):
+                setattr(one, name, str(value))
+    if (parameters := request.sampling_params) is None:
+        return
+    extra = {key: one for key, one in (parameters.extra_args or {}).items() if key != _CONTENTS}
+    if contents:
+        extra[_CONTENTS] = True
+    parameters.extra_args = extra or None
 
 
 def adapter_settings(lora: Any, dtype: Any) -> dict[str, str]:
@@ -223,9 +252,15 @@ def names_of(request: Any, *, strong_hashes: bool) -> PromptScope:
         known = bool(weights) and not getattr(adapter, "load_inplace", False)
     parts += salt_parts(request.cache_salt or "")
     foreign = bool(request.mm_features) or request.prompt_embeds is not None
-    hashed = all(_CONTENT_HASH.fullmatch(one.identifier) for one in request.mm_features or ())
-    usable = known and not request.resumable and (not foreign or (strong_hashes and hashed))
+    named = strong_hashes and (not request.mm_features or _names_contents(request))
+    usable = known and not request.resumable and (not foreign or named)
     return PromptScope(parts, foreign, usable)
+
+
+def _names_contents(request: Any) -> bool:
+    hashed = all(_CONTENT_HASH.fullmatch(one.identifier) for one in request.mm_features)
+    extra = getattr(request.sampling_params, "extra_args", None) or {}
+    return hashed and extra.get(_CONTENTS) is True
 
 
 def page_key(key: bytes) -> PrefixKeys | None:

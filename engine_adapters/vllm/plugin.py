@@ -115,27 +115,35 @@ def _check_whole(made: Any) -> None:
 
 
 def mark_images() -> None:
-    """Let vLLM mark which identifiers of images, audio and videos are hashes of their content.
+    """Let vLLM note which requests have images, audio and videos named by their content only.
 
-    vLLM makes them in the process that takes the request, where it makes its configuration, too. An
-    identifier without the mark is nothing that the connector believes, so a process without it, or
-    a version of vLLM that makes them elsewhere, costs hits only.
+    vLLM names them in the process that takes the request, where it makes its configuration, too.
+    The connector believes no name without that note, so a process without it, or a version of vLLM
+    that names them elsewhere, costs hits only. The names themselves stay as they are.
     """
     try:
         from vllm.multimodal.processing.inputs import ProcessorInputs
+        from vllm.v1.engine.input_processor import InputProcessor
     except ImportError as error:
         log.warning("kvstore: no KV of images, audio and videos is stored or loaded: %s", error)
         return
     if getattr(ProcessorInputs, _MARK, False):
         return
-    from engine_adapters.vllm.names import mark_contents
+    from engine_adapters.vllm.names import mark_contents, note_contents
 
     identify: Callable[..., dict[str, list[str]]] = ProcessorInputs.get_mm_hashes
+    process: Callable[..., Any] = InputProcessor.process_inputs
 
     def get_mm_hashes(inputs: Any, *given: Any, **named: Any) -> dict[str, list[str]]:
         return mark_contents(identify(inputs, *given, **named), inputs.mm_uuid_items or {})
 
+    def process_inputs(processor: Any, *given: Any, **named: Any) -> Any:
+        request = process(processor, *given, **named)
+        note_contents(request)
+        return request
+
     ProcessorInputs.get_mm_hashes = get_mm_hashes
+    InputProcessor.process_inputs = process_inputs
     setattr(ProcessorInputs, _MARK, True)
 
 

@@ -69,6 +69,11 @@ def check_model(config: Any) -> None:
     _check_flags(config)
     if model.is_hybrid or model.is_attention_free:
         _check_states(config)
+    if _architecture(model).startswith("Llama4"):
+        raise ConfigError(
+            f"model: {_architecture(model)} has chunked local attention, and its KV depend on"
+            f" --max-model-len: not supported; {REMEDY}"
+        )
     if model.is_encoder_decoder:
         raise ConfigError(
             f"model: {_architecture(model)} has an encoder, whose KV are not those of the prompt's"
@@ -210,6 +215,11 @@ def _check_flags(config: Any) -> None:
         if getattr(config.parallel_config, name, 1) != 1:
             count = getattr(config.parallel_config, name)
             raise ConfigError(f"{name}: {count} is not supported; leave it out, or {REMEDY}")
+    if getattr(config.parallel_config, "enable_fault_tolerance", False):
+        raise ConfigError(
+            "enable_fault_tolerance: vLLM goes on after a step that failed, whose KV must not be"
+            f" stored: not supported; leave it out, or {REMEDY}"
+        )
     if getattr(config.cache_config, "calculate_kv_scales", False):
         raise ConfigError(
             "calculate_kv_scales: scales that are not in the model are not supported; leave it out,"

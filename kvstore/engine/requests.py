@@ -151,6 +151,9 @@ def files_fingerprint(folder: Path) -> str:
 
 
 def _fingerprint(folder: Path) -> str:
-    found = sorted({path for pattern in _WEIGHTS for path in folder.glob(pattern)})
-    stats = [(path.name, (stat := path.stat()).st_size, stat.st_mtime_ns) for path in found]
+    found = sorted({path for pattern in _WEIGHTS for path in folder.rglob(pattern)})
+    stats = [
+        (path.relative_to(folder).as_posix(), (stat := path.stat()).st_size, stat.st_mtime_ns)
+        for path in found
+    ]
     return hashlib.sha256(msgspec.msgpack.encode(stats)).hexdigest()[:32]

@@ -192,12 +192,15 @@ class WorkerSide:
         clock: monotonic seconds.
         steps_ahead: maximum steps that the engine starts before an earlier one is known to have
             succeeded.
+        early_stage: it is a stage of a pipeline before the last one, whose steps the engine may not
+            end.
     """
 
     opening: Opening
     groups: Sequence[GroupMemory]
     clock: Callable[[], float]
     steps_ahead: int = 0
+    early_stage: bool = False
     counts: AdapterCounts = field(default_factory=AdapterCounts)
     _loads: list[_Loading] = field(default_factory=list)
     _stores: list[_Storing] = field(default_factory=list)
@@ -250,11 +253,16 @@ class WorkerSide:
     def begin_step(self, stores: Sequence[Store]) -> None:
         """A step begins that computes the KV of these stores; :meth:`end_step` starts them.
 
-        If the step before was not ended, its stores are started first. An engine may not end those
-        of a pipeline's first stages when it decodes speculatively: their reports would never come,
-        and the blocks never be free. The blocks have not changed since, as stores hold them.
+        An engine that decodes speculatively may not end the steps of a pipeline's first stages:
+        their stores start with the next step, or else their blocks would never be free. The blocks
+        have not changed since, as stores hold them. Any other step that was not ended has failed,
+        and nothing of it is stored.
         """
-        self.end_step()
+        if self.early_stage:
+            self.end_step()
+        for store in self._not_begun:
+            self._stores.append(_Storing(store, self.clock()))
+            self.counts.add("store_failures")
         self._not_begun = stores
 
     def end_step(self) -> None:

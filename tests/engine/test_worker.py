@@ -246,16 +246,33 @@ def test_a_store_that_cannot_even_begin_is_counted_as_failed(device):
         assert one.side.counts.take()["store_failures"] == 1
 
 
-def test_the_stores_of_a_step_that_was_not_ended_start_with_the_next_one():
-    """vLLM does not end steps of a pipeline's first stages when it decodes speculatively."""
+def test_a_step_that_was_not_ended_has_failed_and_nothing_of_it_is_stored():
     first, second = (Store(number, KEYS, [Blocks(0, 0, [1, 2, 3, 4])]) for number in (1, 2))
     machine = Machine()
     machine.extract_shards = lambda _: Ended([PutResult(2)])
 
     machine.side.begin_step([first])
+    machine.side.begin_step([second])
+    ended = machine.side.poll().report.ended
+    assert (ended.keys(), ended[1].pages) == ({1}, 0)
+    assert machine.side.counts.take()["store_failures"] == 1
+    machine.side.end_step()
+    ended = machine.side.poll().report.ended
+    assert (ended.keys(), ended[2].pages) == ({2}, 2)
+
+
+def test_stores_of_a_pipelines_first_stages_start_with_the_next_step_at_the_latest():
+    """vLLM does not end their steps when it decodes speculatively."""
+    first, second = (Store(number, KEYS, [Blocks(0, 0, [1, 2, 3, 4])]) for number in (1, 2))
+    machine = Machine()
+    machine.side.early_stage = True
+    machine.extract_shards = lambda _: Ended([PutResult(2)])
+
+    machine.side.begin_step([first])
     assert not machine.side.poll().report.ended
     machine.side.begin_step([second])
-    assert machine.side.poll().report.ended.keys() == {1}
+    ended = machine.side.poll().report.ended
+    assert (ended.keys(), ended[1].pages) == ({1}, 2)
     machine.side.end_step()
     assert machine.side.poll().report.ended.keys() == {2}
     machine.side.begin_step([])

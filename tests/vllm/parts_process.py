@@ -11,14 +11,20 @@ import msgspec
 import torch
 from vllm.config.kv_transfer import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import get_kv_connector_cache_layout
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.multimodal.processing.inputs import ProcessorInputs
 from vllm.platforms import current_platform
+from vllm.sampling_params import SamplingParams
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.request import Request
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from engine_adapters.vllm import facts, plugin, tier
-from engine_adapters.vllm.names import names_of
+from engine_adapters.vllm.names import names_of, note_contents
 from kvstore.engine.identity import shard_specs, space_identity
 from kvstore.engine.options import TieringOptions
 from tests.vllm.engine_process import Answer, serve
@@ -73,16 +79,23 @@ class Parts:
         plugin.mark_images()
         images = Images([f"picture {number}" for number in range(len(names))])
         inputs = ProcessorInputs([], {"image": images}, {"image": names}, settings)
-        found = inputs.get_mm_hashes("m", "sha256")["image"]
-        request = {"lora_request": None, "cache_salt": None, "prompt_embeds": None}
-        usable = [
-            names_of(
-                Values(mm_features=[Values(identifier=one)], resumable=False, **request),
-                strong_hashes=True,
-            ).usable
-            for one in found
-        ]
-        return {"found": found, "usable": usable}
+        usable = []
+        for name in inputs.get_mm_hashes("m", "sha256")["image"]:
+            sent = EngineCoreRequest(
+                "r", [1],
+                [MultiModalFeatureSpec(None, "image", name, PlaceholderRange(0, 1), name)],
+                SamplingParams(extra_args={"kvstore_contents": True}), None, 0.0, None, None, None,
+            )  # fmt: skip
+            note_contents(sent)
+            arrived = MsgpackDecoder(EngineCoreRequest).decode(MsgpackEncoder().encode(sent))
+            request = Request.from_engine_core_request(arrived, None)
+            usable.append(names_of(request, strong_hashes=True).usable)
+        return {"usable": usable}
+
+    def reached(self) -> Answer:
+        """Whether vLLM's own way of a request is noted."""
+        plugin.mark_images()
+        return {"name": InputProcessor.process_inputs.__module__}
 
     def layout(self, connectors: list[str]) -> Answer:
         """The layout of blocks that vLLM takes with one connector, or several."""

@@ -55,5 +55,5 @@ def test_only_images_that_vllm_names_by_their_content_have_names_of_ours(parts: 
     content = "0f" * 32
     for settings in ({}, {"size": 448}):
         answer = parts.ask("identifiers", names=[None, "the logo", content], settings=settings)
-        assert answer["usable"] == [True, False, False], answer
-        assert len(set(answer["found"])) == 3
+        assert answer["usable"] == [True, False, False], settings
+    assert parts.ask("reached")["name"] == "engine_adapters.vllm.plugin"

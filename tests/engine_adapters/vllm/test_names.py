@@ -8,6 +8,7 @@ import pytest
 
 from engine_adapters.vllm.names import (
     ENGINE,
+    ContentHash,
     adapter_settings,
     config_digest,
     has_strong_hashes,
@@ -16,6 +17,7 @@ from engine_adapters.vllm.names import (
     media_settings,
     names_of,
     note_config,
+    note_contents,
     page_key,
     reads_model_files,
     weights_settings,
@@ -57,7 +59,7 @@ def test_pages_that_earlier_versions_have_stored_are_still_found():
 def asked(**fields):
     """A request of vLLM's, as far as its name goes."""
     plain = {"lora_request": None, "cache_salt": None, "mm_features": [], "prompt_embeds": None,
-             "resumable": False}  # fmt: skip
+             "resumable": False, "sampling_params": BY_CONTENT}  # fmt: skip
     return SimpleNamespace(**plain | fields)
 
 
@@ -67,8 +69,11 @@ def adapter(name, path, number=1, *, in_place=False):
     )
 
 
-def image(identifier="0f" * 32 + "+content"):
-    return SimpleNamespace(identifier=identifier)
+def image(identifier="0f" * 32):
+    return SimpleNamespace(identifier=identifier, mm_hash=identifier)
+
+
+BY_CONTENT = SimpleNamespace(extra_args={"kvstore_contents": True})
 
 
 def media(**fields):
@@ -131,29 +136,60 @@ def test_inputs_that_are_no_tokens_are_named_only_by_hashes_that_can_be_trusted(
 
 
 def test_an_image_is_named_by_its_content_or_not_at_all():
-    for name in ("renderer0-mm-1-image-0", "the logo", "0f" * 31, "", "0f" * 32, "0f" * 64):
+    for name in ("renderer0-mm-1-image-0", "the logo", "0f" * 31, ""):
         features = [image(), image(name)]
         assert not names_of(asked(mm_features=features), strong_hashes=True).usable, name
     for name in ("0f" * 32, "0f" * 64, "an adapter:" + "0f" * 32):
-        features = [image(name + "+content")]
-        assert names_of(asked(mm_features=features), strong_hashes=True).usable, name
+        assert names_of(asked(mm_features=[image(name)]), strong_hashes=True).usable, name
+
+
+@pytest.mark.parametrize(
+    "parameters", [None, *(SimpleNamespace(extra_args=one) for one in (None, {}, {"other": 1}))]
+)
+def test_an_image_is_not_named_by_its_content_unless_that_was_noted(parameters):
+    request = asked(mm_features=[image()], sampling_params=parameters)
+    assert not names_of(request, strong_hashes=True).usable
+    embedded = asked(prompt_embeds=[0.5], sampling_params=parameters)
+    assert names_of(embedded, strong_hashes=True).usable
 
 
 def test_a_client_that_names_an_image_does_not_name_its_kv_whatever_the_name():
     content, other = "0f" * 32, "1e" * 32
-    hashes = {"image": [content, other, content + "+content"], "video": [other]}
-    named = {"image": [None, "the logo", content + "+content"]}
+    hashes = {"image": [content, other, content], "video": [other]}
+    named = {"image": [None, "the logo", ContentHash(content)]}
+
+    def usable(*identifiers, given=None):
+        features = [image(one) for one in identifiers]
+        request = asked(mm_features=features, sampling_params=SimpleNamespace(extra_args=given))
+        note_contents(request)
+        assert {type(one) for one in sent(request)} == {str}, "msgspec sends no other strings"
+        return names_of(request, strong_hashes=True).usable
+
+    def sent(request):
+        return [name for one in request.mm_features for name in (one.mm_hash, one.identifier)]
 
     marked = mark_contents(hashes, named)
 
-    assert marked == {
-        "image": [content + "+content", other, content], "video": [other + "+content"],
-    }  # fmt: skip
-    usable = [
-        names_of(asked(mm_features=[image(one)]), strong_hashes=True).usable
-        for one in (*marked["image"], *marked["video"])
-    ]
-    assert usable == [True, False, False, True]
+    assert marked == hashes, "no other part of vLLM sees a difference"
+    first, second, third = marked["image"]
+    assert usable(first)
+    assert usable(first, *marked["video"])
+    for wrong in (second, third, content):
+        assert not usable(wrong)
+        assert not usable(first, wrong)
+        assert not usable(wrong, given={"kvstore_contents": True}), "the client says so"
+
+
+def test_the_other_parameters_of_a_request_with_images_stay():
+    given = {"kv_transfer_params": {"a": 1}}
+    request = asked(mm_features=[image("cat")], sampling_params=SimpleNamespace(extra_args=given))
+    note_contents(request)
+    assert request.sampling_params.extra_args == given
+    for one in (asked(sampling_params=None), asked(sampling_params=SimpleNamespace())):
+        note_contents(one)
+    no_generation = asked(mm_features=[image()], sampling_params=None)
+    note_contents(no_generation)
+    assert not names_of(no_generation, strong_hashes=True).usable
 
 
 def lora(**fields):

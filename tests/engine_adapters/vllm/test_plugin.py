@@ -183,6 +183,7 @@ LLAMA = model_of("LlamaForCausalLM")
         ({"device_slab_bytes": 1 << 30}, {"device": "cuda"}, "device_slab_bytes: not with KV mem"),
         ({}, {"ranks": {"decode_context_parallel_size": 2}}, "decode_context_parallel_size: 2 is"),
         ({}, {"ranks": {"prefill_context_parallel_size": 2}}, "prefill_context_parallel_size: 2 "),
+        ({}, {"ranks": {"enable_fault_tolerance": True}}, "enable_fault_tolerance: .*leave it out"),
         ({}, {"calculate_kv_scales": True}, "calculate_kv_scales: .*start vLLM without KVStoreC"),
     ],
 )
@@ -229,32 +230,48 @@ def inputs(vllm, monkeypatch):
             assert (model, algorithm) == ("m", "sha256")
             return {"image": ["0f" * 32, "1e" * 32]}
 
-    for name in ("vllm.multimodal", "vllm.multimodal.processing"):
+    for name in ("vllm.multimodal", "vllm.multimodal.processing", "vllm.v1", "vllm.v1.engine"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    module = ModuleType("vllm.multimodal.processing.inputs")
-    module.ProcessorInputs = ProcessorInputs
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    return ProcessorInputs
+
+    class InputProcessor:
+        def process_inputs(self, request_id, prompt, *, params):
+            assert request_id == "r"
+            hashes = prompt.get_mm_hashes("m", algorithm="sha256")["image"]
+            features = [SimpleNamespace(mm_hash=one, identifier=one) for one in hashes]
+            return SimpleNamespace(mm_features=features, sampling_params=params)
+
+    for name, kind in (
+        ("vllm.multimodal.processing.inputs", ProcessorInputs),
+        ("vllm.v1.engine.input_processor", InputProcessor),
+    ):
+        module = ModuleType(name)
+        setattr(module, kind.__name__, kind)
+        monkeypatch.setitem(sys.modules, name, module)
+    return lambda names: InputProcessor().process_inputs(
+        "r", ProcessorInputs(names), params=SimpleNamespace(extra_args=None)
+    )
 
 
 IMAGES = model_of("LlavaForConditionalGeneration", multimodal_config=SimpleNamespace())
 
 
-def test_images_are_marked_where_requests_arrive_once_and_only_for_our_connector(vllm, inputs):
+def test_what_names_images_is_noted_where_requests_arrive_and_only_for_our_connector(vllm, inputs):
     config, _, whole = vllm
     plugin.register()
 
-    def identified(names):
-        return inputs(names).get_mm_hashes("m", algorithm="sha256")["image"]
+    def noted(names):
+        request = inputs(names)
+        assert [one.identifier for one in request.mm_features] == ["0f" * 32, "1e" * 32]
+        return request.sampling_params.extra_args
 
     whole(config("OtherConnector"), IMAGES)
     whole(config("KVStoreConnector"), LLAMA)
-    assert identified(None) == ["0f" * 32, "1e" * 32]
+    assert noted(None) is None
 
     for _ in range(3):
         whole(config("KVStoreConnector"), IMAGES)
-    assert identified(None) == ["0f" * 32 + "+content", "1e" * 32 + "+content"]
-    assert identified({"image": ["1e" * 32, None]}) == ["0f" * 32, "1e" * 32 + "+content"]
+    assert noted(None) == noted({"video": []}) == {"kvstore_contents": True}
+    assert noted({"image": ["1e" * 32, None]}) is None
 
 
 def test_a_vllm_that_names_images_elsewhere_starts_and_says_what_it_costs(vllm, caplog):

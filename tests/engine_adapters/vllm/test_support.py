@@ -141,6 +141,7 @@ def test_mla_is_refused_where_vllm_ignores_what_was_loaded():
         (model_of("JambaForCausalLM", is_hybrid=True), None, "JambaForCausalLM has layers with a"),
         (model_of("Mamba2", is_attention_free=True), None, "Mamba2 has layers with a state"),
         (model_of("Whisper", is_encoder_decoder=True), None, "Whisper has an encoder"),
+        (model_of("Llama4ForConditionalGeneration"), None, "and its KV depend on --max-model-len"),
         *((model_of("L"), method, f"method {method}: its draft layers have KV of their own")
           for method in ("dflash", "dspark", "draft_model", "extract_hidden_states",
                          "custom_class", "a_method_of_tomorrow")),
