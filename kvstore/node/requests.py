@@ -7,7 +7,7 @@ node for long: one that asks for too much is answered in part.
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -39,8 +39,6 @@ LEASE_PAGES_MAX: Final = 4096
 """Maximum pages leased by one Acquire: the first ones of a longer run."""
 PERSIST_PAGES_MAX: Final = 4096
 PREFILL_S_MAX: Final = 3600.0
-ROOM: Final = "room"
-"""What a put waits for while writes to disk free slots."""
 _OF_PEERS: Final = (
     wire.Hello, wire.OpenSpace, wire.Lookup, wire.Acquire, wire.Release, wire.Corrupt, wire.Ping,
     wire.Bring,
@@ -50,6 +48,27 @@ _NS_PER_MS: Final = 1_000_000
 
 Outcome = tuple[wire.Answer, Hashable]
 """An answer, and what to wait for to get a better one; None = nothing."""
+
+
+class RoomFor(NamedTuple):
+    """What a request waits for while memory or space on disk is being freed.
+
+    Requests for the same room want the same slots under the same quotas: where the first one finds
+    none, those behind it do not either.
+
+    Attributes:
+        use: what for: ``put``, ``load`` or ``disk``.
+        tenant: of the space.
+        slot_bytes: size of the slots.
+        session: token of the session.
+        space: number of the space.
+    """
+
+    use: str
+    tenant: str
+    slot_bytes: int
+    session: bytes
+    space: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +197,8 @@ class Requests:
             self._pages.end_fetch(process, fetch)
             coming = self._pages.draining.now is not None or disk.busy
             if coming and (missing or full):
-                return wire.Acquired(request.id, b"", b"", ready), ROOM
+                room = _room("load", process, space, shard)
+                return wire.Acquired(request.id, b"", b"", ready), room
         return self._lease(process, request, now_ns, ready), None
 
     def begin_fetch(
@@ -259,7 +279,7 @@ class Requests:
         self.begun.append((space.number, put.keys[:]))
         if statuses[0] is NO_PARENT and request.follows:
             return answer, (space.number, PrefixKey(parent))
-        return answer, ROOM if busy and not put.slots else None
+        return answer, _room("put", process, space, put.shard) if busy and not put.slots else None
 
     def commit_put(self, process: Process, request: wire.CommitPut, now_ns: int) -> wire.Answer:
         """Make written pages READY; reserve a slot for the next page on request."""
@@ -333,7 +353,8 @@ class Requests:
         except CapacityError as error:
             if not disk.busy:
                 raise
-            return wire.Failure(request.id, error.code, str(error)), ROOM  # space is being freed
+            room = _room("disk", process, space, request.shard)  # space is being freed
+            return wire.Failure(request.id, error.code, str(error)), room
 
     # ---- other ------------------------------------------------------------------------------
 
@@ -429,6 +450,12 @@ def acknowledge(request: wire.Persist, durable: Durable) -> wire.Answer:
     if not durable.ended:
         raise TransferTimeout("the pages are not synced yet; they may be later")
     return wire.Persisted(request.id)
+
+
+def _room(use: str, process: Process, space: PrefixTree, shard: int) -> RoomFor:
+    """What to wait for until there is room for pages of a shard."""
+    tenant, slot_bytes = space.identity.tenant, space.shards[shard].slot_bytes
+    return RoomFor(use, tenant, slot_bytes, process.session.token, space.number)
 
 
 def _retention(request: wire.CommitPut | wire.StorePage, now_ns: int) -> Retention:
