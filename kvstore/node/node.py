@@ -240,8 +240,10 @@ class Node:
         self.pages.moment.now_ns = now_ns
         self._overdue = self.pages.expire(now_ns)
         self.pages.residents.drop_orphans(SWEEP_STEPS)
-        drained = self.pages.room.drain(SWEEP_STEPS) and self.pages.draining.now is None
-        if self.pages.residents.offer_more(SWEEP_STEPS) or drained:
+        drained = self.pages.draining.now
+        self.pages.room.drain(SWEEP_STEPS)
+        offered = self.pages.residents.offer_more(SWEEP_STEPS)
+        if offered or self.pages.draining.now is not drained:
             self.waiting.note_room()
         self.pages.room.load_more()
         self.pages.ahead.make_room()
@@ -411,6 +413,8 @@ class Node:
 
     def _resume_some(self, now_ns: int) -> None:
         """Resume waiting requests whose turn it is, within one turn's limit."""
+        if self.pages.draining.take_emptied():
+            self.waiting.note_room()
         if self.waiting.put_off(took_long=self.pages.disk.took_long()):
             return
         keys_left, in_vain = self.limits.turn_pages, False

@@ -1,14 +1,19 @@
 """Goal: who waits for room goes on as soon as there is some, whoever else waits for other room."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from bench.node_alone import LARGE_PAGE_BYTES, Clock, Engine, LoneNode, TakesAll
-from kvstore.node.requests import RoomFor
+from kvstore.node.node import Node
+from kvstore.node.requests import NodeLimits, RoomFor
 from kvstore.node.waiting import SESSION_QUEUES_TICK, Waiter, WaitingRoom
 from kvstore.protocol import wire
-from kvstore.protocol.page import CanonicalLayout, ShardSpec, SpaceIdentity
+from kvstore.protocol.page import CanonicalLayout, ShardSpec, SpaceIdentity, page_keys
 from kvstore.state.table.pages import PageTable
 from kvstore.state.tree.actions import PageStatus
+from kvstore.state.tree.sessions import Peer
+from kvstore.state.tree.slots import SlotTable
 
 PAGES = 512
 PROMPT_PAGES = 64
@@ -311,3 +316,101 @@ def count_attempts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(PageTable, "begin_put", counted)
     return tried
+
+
+# An extent that changes its class
+
+IDENTITY = SpaceIdentity(model="m", kv_dtype="uint8", page_tokens=2)
+SHARD = ShardSpec(layout=CanonicalLayout(1024), layers=(0, 1), heads=(0, 1))
+PAGE_BYTES = SHARD.page_bytes(IDENTITY)
+
+
+class Extents:
+    """A node with an extent that is full of one tenant's pages; another tenant's puts come."""
+
+    def __init__(self, slots: int) -> None:
+        tokens = (bytes([number]) * 16 for number in range(1, 9))
+        limits = NodeLimits(1 << 30, 1000)
+        table = SlotTable(slots * PAGE_BYTES, 1)
+        self.node = Node("n", b"b" * 16, table, limits, lambda: next(tokens))
+        for connection, tenant in ((1, "red"), (2, "blue")):
+            self.node.connected(connection, Peer(connection, connection))
+            hello = wire.Hello(1, wire.PROTOCOL_MAJOR, wire.PROTOCOL_MINOR, tenant)
+            space = SpaceIdentity(model="m", kv_dtype="uint8", page_tokens=2, tenant=tenant)
+            self.ask(connection, hello, wire.OpenSpace(2, space, [SHARD]))
+        keys = page_keys(range(2 * slots), 2)
+        for at in range(0, slots, 128):
+            some = keys[at : at + 128]
+            self.ask(
+                1, wire.BeginPut(3, at + 1, 0, 0, some.packed, some.parent),
+                wire.CommitPut(4, at + 1, b"d" * 16 * len(some)),
+            )  # fmt: skip
+        assert self.node.pages.counts["moved_extents"] == 0
+
+    def ask(self, connection: int, *messages: wire.Request) -> Sequence[wire.Answer]:
+        for message in messages:
+            self.node.receive(connection, message, 1)
+        return self.answers()
+
+    def answers(self) -> list[wire.Answer]:
+        found = [answer for _, answer in self.node.outbox]
+        self.node.outbox.clear()
+        assert not [answer for answer in found if isinstance(answer, wire.Failure)]
+        return found
+
+    def begin(self, number: int) -> Sequence[wire.Answer]:
+        """Ask for a page of the tenant that comes."""
+        keys = page_keys([number, number], 2).packed
+        return self.ask(2, wire.BeginPut(number, number, 1, 0, keys, b"", wait_ms=1000))
+
+
+@pytest.mark.parametrize("slots", [150, 151, 181, 211])
+def test_a_put_goes_on_in_the_turn_that_empties_its_extent_however_many_steps_that_takes(slots):
+    """Of 151, 181 and 211 pages the last turn takes no step: it only finds the walk at its end."""
+    world = Extents(slots)
+    assert world.begin(9) == []
+    turns = 0
+    while world.node.pages.draining.now is not None:
+        assert not world.answers()
+        assert world.node.unfinished
+        world.node.go_on(1)
+        turns += 1
+    assert turns > 1
+
+    [answer] = world.answers()
+    assert isinstance(answer, wire.PutGranted)
+    assert set(answer.statuses) == {PageStatus.GRANTED}
+
+
+def test_a_put_is_refused_in_the_turn_in_which_its_extent_turns_out_to_be_needed():
+    world = Extents(150)
+    assert world.begin(9) == []
+    first = page_keys(range(2), 2).packed
+    [acquired] = world.ask(1, wire.Acquire(5, 1, 0, 0, first, 1000))
+    assert isinstance(acquired, wire.Acquired)
+    answers: list[wire.Answer] = []
+    while world.node.pages.draining.now is not None:
+        assert not answers
+        world.node.go_on(1)
+        answers += world.answers()
+
+    [refused] = answers
+    assert isinstance(refused, wire.PutGranted)
+    assert set(refused.statuses) == {PageStatus.NO_ROOM}
+
+
+def test_all_puts_go_on_when_a_later_one_empties_the_extent():
+    world = Extents(150)
+    assert world.begin(9) == []
+    answers: list[wire.Answer] = []
+    asked = 9
+    while not answers:
+        assert world.node.pages.draining.now is not None
+        asked += 1
+        answers += world.begin(asked)
+
+    while world.node.unfinished:
+        world.node.go_on(1)
+        answers += world.answers()
+
+    assert len(answers) == asked - 8 > 2
