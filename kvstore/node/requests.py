@@ -7,10 +7,11 @@ node for long: one that asks for too much is answered in part.
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 
+from kvstore.node.awaited import Outcome, room_for
 from kvstore.protocol import wire
 from kvstore.protocol.errors import (
     CapacityError,
@@ -45,30 +46,6 @@ _OF_PEERS: Final = (
 )  # fmt: skip
 """What another node may ask for: it reads, and asks this node to read."""
 _NS_PER_MS: Final = 1_000_000
-
-Outcome = tuple[wire.Answer, Hashable]
-"""An answer, and what to wait for to get a better one; None = nothing."""
-
-
-class RoomFor(NamedTuple):
-    """What a request waits for while memory or space on disk is being freed.
-
-    Requests for the same room want the same slots under the same quotas: where the first one finds
-    none, those behind it do not either.
-
-    Attributes:
-        use: what for: ``put``, ``load`` or ``disk``.
-        tenant: of the space.
-        slot_bytes: size of the slots.
-        session: token of the session.
-        space: number of the space.
-    """
-
-    use: str
-    tenant: str
-    slot_bytes: int
-    session: bytes
-    space: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +174,7 @@ class Requests:
             self._pages.end_fetch(process, fetch)
             coming = self._pages.draining.now is not None or disk.busy
             if coming and (missing or full):
-                room = _room("load", process, space, shard)
+                room = room_for("load", process, space, shard)
                 return wire.Acquired(request.id, b"", b"", ready), room
         return self._lease(process, request, now_ns, ready), None
 
@@ -279,7 +256,8 @@ class Requests:
         self.begun.append((space.number, put.keys[:]))
         if statuses[0] is NO_PARENT and request.follows:
             return answer, (space.number, PrefixKey(parent))
-        return answer, _room("put", process, space, put.shard) if busy and not put.slots else None
+        waits = busy and not put.slots
+        return answer, room_for("put", process, space, put.shard) if waits else None
 
     def commit_put(self, process: Process, request: wire.CommitPut, now_ns: int) -> wire.Answer:
         """Make written pages READY; reserve a slot for the next page on request."""
@@ -353,7 +331,7 @@ class Requests:
         except CapacityError as error:
             if not disk.busy:
                 raise
-            room = _room("disk", process, space, request.shard)  # space is being freed
+            room = room_for("disk", process, space, request.shard)  # space is being freed
             return wire.Failure(request.id, error.code, str(error)), room
 
     # ---- other ------------------------------------------------------------------------------
@@ -450,12 +428,6 @@ def acknowledge(request: wire.Persist, durable: Durable) -> wire.Answer:
     if not durable.ended:
         raise TransferTimeout("the pages are not synced yet; they may be later")
     return wire.Persisted(request.id)
-
-
-def _room(use: str, process: Process, space: PrefixTree, shard: int) -> RoomFor:
-    """What to wait for until there is room for pages of a shard."""
-    tenant, slot_bytes = space.identity.tenant, space.shards[shard].slot_bytes
-    return RoomFor(use, tenant, slot_bytes, process.session.token, space.number)
 
 
 def _retention(request: wire.CommitPut | wire.StorePage, now_ns: int) -> Retention:

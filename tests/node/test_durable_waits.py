@@ -5,8 +5,9 @@ from typing import Any
 
 import numpy as np
 
+from kvstore.node.awaited import RoomFor
 from kvstore.node.node import Node
-from kvstore.node.requests import NodeLimits, RoomFor
+from kvstore.node.requests import NodeLimits
 from kvstore.node.waiting import Waiter, WaitingRoom
 from kvstore.protocol import wire
 from kvstore.protocol.errors import TierUnavailable

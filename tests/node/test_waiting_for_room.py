@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import pytest
 
 from bench.node_alone import LARGE_PAGE_BYTES, Clock, Engine, LoneNode, TakesAll
+from kvstore.node.awaited import RoomFor
 from kvstore.node.node import Node
-from kvstore.node.requests import NodeLimits, RoomFor
+from kvstore.node.requests import NodeLimits
 from kvstore.node.waiting import SESSION_QUEUES_TICK, Waiter, WaitingRoom
 from kvstore.protocol import wire
 from kvstore.protocol.page import CanonicalLayout, ShardSpec, SpaceIdentity, page_keys
