@@ -6,7 +6,8 @@ No node writes into another node's memory: a node that is to have pages is asked
 from typing import Final
 
 from kvstore.config.cluster import NODES_MAX
-from kvstore.node.requests import PERSIST_PAGES_MAX, Outcome, Requests
+from kvstore.node.awaited import Outcome
+from kvstore.node.requests import PERSIST_PAGES_MAX, Requests
 from kvstore.protocol import wire
 from kvstore.protocol.errors import CapacityError, InvalidArgument
 from kvstore.protocol.page import KEY_BYTES

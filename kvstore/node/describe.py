@@ -36,7 +36,7 @@ def work_left(node: Node) -> str:
         ("writes to the SSDs", held.disk.unfinished),
         ("slots ahead", pages.ahead.used),
         ("what lost or ended processes held", node.leaving.losing or node.leaving.ending),
-        ("waiting requests", node.waiting.ready),
+        ("waiting requests", node.waiting.may_go_on),
     )
     names = [name for name, left in parts if left]
     return f"a later turn: {', '.join(names) or 'deadlines'}"

@@ -20,7 +20,7 @@ from typing import Any, Final, TypeVar
 from kvstore.node.copies import CopyRequests
 from kvstore.node.hello import free_label, refuse_hello, session_of
 from kvstore.node.leaving import LeavingProcesses
-from kvstore.node.requests import ROOM, NodeLimits, Requests, refuse_others
+from kvstore.node.requests import NodeLimits, Requests, refuse_others
 from kvstore.node.waiting import PATIENT, PatientRequests, Waiter, WaitingRoom, request_bytes
 from kvstore.protocol import wire
 from kvstore.protocol.errors import InvalidArgument, KVStoreError, ProtocolError
@@ -86,8 +86,6 @@ class Node:
         self.waiting = WaitingRoom()
         #: More deadlines have passed than one turn applied.
         self._overdue = False
-        #: Slots may have become free since requests that wait for some were last tried.
-        self._room_may_be = False
         self.leaving = LeavingProcesses(self.pages, limits.turn_pages, limits.unwatched_ns)
         meter = self.pages.meter
         self.latencies: dict[type, Histogram] = {
@@ -191,7 +189,8 @@ class Node:
         ``last``: no other job's end follows in this turn; what waits goes on after the last one.
         """
         self.pages.moment.now_ns = now_ns
-        self._room_may_be |= self.pages.tiers.completed(job, error, tokens, failed, last=last)
+        if self.pages.tiers.completed(job, error, tokens, failed, last=last):
+            self.waiting.note_room()
         if last:
             self._after(now_ns)
 
@@ -217,7 +216,8 @@ class Node:
 
     def _from_peers(self, now_ns: int) -> RemotePages:
         assert self.remote is not None
-        self.pages.moment.now_ns, self._room_may_be = now_ns, True
+        self.pages.moment.now_ns = now_ns
+        self.waiting.note_room()
         return self.remote
 
     def advance(self, now_ns: int) -> None:
@@ -231,7 +231,7 @@ class Node:
         for process in self.leaving.retirement.advance(now_ns):
             self._end(process)
         self.waiting.wake_due(now_ns)
-        self._room_may_be = True
+        self.waiting.try_some()
         self._after(now_ns)
 
     def go_on(self, now_ns: int) -> None:
@@ -240,9 +240,11 @@ class Node:
         self.pages.moment.now_ns = now_ns
         self._overdue = self.pages.expire(now_ns)
         self.pages.residents.drop_orphans(SWEEP_STEPS)
-        if self.pages.room.drain(SWEEP_STEPS):
-            self._room_may_be |= self.pages.draining.now is None
-        self._room_may_be |= self.pages.residents.offer_more(SWEEP_STEPS) > 0
+        drained = self.pages.draining.now
+        self.pages.room.drain(SWEEP_STEPS)
+        offered = self.pages.residents.offer_more(SWEEP_STEPS)
+        if offered or self.pages.draining.now is not drained:
+            self.waiting.note_room()
         self.pages.room.load_more()
         self.pages.ahead.make_room()
         self._after(now_ns)
@@ -361,8 +363,12 @@ class Node:
         """Whether the limits of its session and of the node allow one more waiting request."""
         return self.waiting.admits(process.session.token, request_bytes(request))
 
-    def _resume(self, waiter: Waiter, now_ns: int) -> None:
-        """Try a waiting request again, after its event or its deadline."""
+    def _resume(self, waiter: Waiter, now_ns: int) -> bool:
+        """Try a waiting request again, after its event or its deadline.
+
+        Returns:
+            whether it found no room again.
+        """
         process, request = self.processes[waiter.connection], waiter.request
         assert not process.lost, "nobody would read the answer"
         answer: wire.Answer | None
@@ -374,10 +380,8 @@ class Node:
         except KVStoreError as error:
             answer = self._refuse(request, error)
         if awaited is not None and now_ns < waiter.deadline_ns:
-            waiter.awaited = awaited
-            self.waiting.add(waiter)
-            self._room_may_be &= awaited is not ROOM  # no slot, so those behind it get none either
-        elif answer is not None:
+            return self.waiting.add_again(waiter, awaited)
+        if answer is not None:
             if awaited is not None and isinstance(answer, wire.Failure):
                 self.pages.counts[f"refused_{answer.code}"] += 1
             self._requests.count_found(process, request, answer)
@@ -385,6 +389,7 @@ class Node:
                 if latency is not None:
                     latency.observe(now_ns - waiter.since_ns)
             self.outbox.append((waiter.connection, answer))
+        return False
 
     def _stop_waiting(self, process: Process) -> None:
         for waiter in self.waiting.of(process.connection):
@@ -398,36 +403,25 @@ class Node:
         if self.leaving.losing or self.leaving.ending:
             self._let_go(now_ns)
         self._wake()
-        if self.waiting.count and not self.waiting.put_off(took_long=self.pages.disk.took_long()):
+        if self.waiting.count:
             self._resume_some(now_ns)
         self.unfinished = bool(
-            self.leaving.losing or self.leaving.ending or self._overdue or self._may_resume
+            self.leaving.losing or self.leaving.ending or self._overdue
+            or (self.waiting.count and self.waiting.may_go_on)
             or self.pages.residents.unfinished or self.pages.ahead.used
         )  # fmt: skip
 
     def _resume_some(self, now_ns: int) -> None:
         """Resume waiting requests whose turn it is, within one turn's limit."""
-        keys_left = self.limits.turn_pages
-        while keys_left > 0 and (waiter := self._next_waiter()) is not None:
+        if self.pages.draining.take_emptied():
+            self.waiting.note_room()
+        if self.waiting.put_off(took_long=self.pages.disk.took_long()):
+            return
+        keys_left, in_vain = self.limits.turn_pages, False
+        while keys_left > 0 and not in_vain and (waiter := self.waiting.take()) is not None:
             keys_left -= 1 + len(waiter.request.keys) // KEY_BYTES
-            self._resume(waiter, now_ns)
+            in_vain = self._resume(waiter, now_ns)  # that takes as long as many keys
             self._wake()
-
-    @property
-    def _may_resume(self) -> bool:
-        """Whether a waiting request can be resumed."""
-        return self.waiting.count > 0 and (
-            self.waiting.ready or (self._room_may_be and self.waiting.first_on(ROOM) is not None)
-        )
-
-    def _next_waiter(self) -> Waiter | None:
-        """The next request to resume: its event has happened, or a slot may be free for it."""
-        waiter = self.waiting.take()
-        if waiter is None and self._room_may_be:
-            waiter = self.waiting.first_on(ROOM)
-            if waiter is not None:
-                self.waiting.remove(waiter)
-        return waiter
 
     def _wake(self) -> None:
         """Collect the effects since the last call; requests that waited for them become ready."""
@@ -446,7 +440,7 @@ class Node:
             ended += self.remote.spreads.ended
             self.remote.spreads.ended.clear()
         begun = self._requests.begun
-        if self.waiting.count and self.waiting.awaits_others(ROOM):
+        if self.waiting.count and self.waiting.awaits_events:
             things = {(at.space.number, key): None for at in actions for key in at.keys}
             things |= {(number, key): None for number, keys in begun for key in keys}
             for thing in [*things, *ended]:

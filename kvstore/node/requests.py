@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from kvstore.node.awaited import Outcome, room_for
 from kvstore.protocol import wire
 from kvstore.protocol.errors import (
     CapacityError,
@@ -39,17 +40,12 @@ LEASE_PAGES_MAX: Final = 4096
 """Maximum pages leased by one Acquire: the first ones of a longer run."""
 PERSIST_PAGES_MAX: Final = 4096
 PREFILL_S_MAX: Final = 3600.0
-ROOM: Final = "room"
-"""What a put waits for while writes to disk free slots."""
 _OF_PEERS: Final = (
     wire.Hello, wire.OpenSpace, wire.Lookup, wire.Acquire, wire.Release, wire.Corrupt, wire.Ping,
     wire.Bring,
 )  # fmt: skip
 """What another node may ask for: it reads, and asks this node to read."""
 _NS_PER_MS: Final = 1_000_000
-
-Outcome = tuple[wire.Answer, Hashable]
-"""An answer, and what to wait for to get a better one; None = nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +174,8 @@ class Requests:
             self._pages.end_fetch(process, fetch)
             coming = self._pages.draining.now is not None or disk.busy
             if coming and (missing or full):
-                return wire.Acquired(request.id, b"", b"", ready), ROOM
+                room = room_for("load", process, space, shard)
+                return wire.Acquired(request.id, b"", b"", ready), room
         return self._lease(process, request, now_ns, ready), None
 
     def begin_fetch(
@@ -259,7 +256,8 @@ class Requests:
         self.begun.append((space.number, put.keys[:]))
         if statuses[0] is NO_PARENT and request.follows:
             return answer, (space.number, PrefixKey(parent))
-        return answer, ROOM if busy and not put.slots else None
+        waits = busy and not put.slots
+        return answer, room_for("put", process, space, put.shard) if waits else None
 
     def commit_put(self, process: Process, request: wire.CommitPut, now_ns: int) -> wire.Answer:
         """Make written pages READY; reserve a slot for the next page on request."""
@@ -333,7 +331,8 @@ class Requests:
         except CapacityError as error:
             if not disk.busy:
                 raise
-            return wire.Failure(request.id, error.code, str(error)), ROOM  # space is being freed
+            room = room_for("disk", process, space, request.shard)  # space is being freed
+            return wire.Failure(request.id, error.code, str(error)), room
 
     # ---- other ------------------------------------------------------------------------------
 

@@ -4,15 +4,22 @@ Every request has a deadline. Their number and their bytes are limited per sessi
 every session may always have a few, so that no session blocks the others. An event does not resume
 requests at once: they join a queue that the node processes in turns, because one event can concern
 thousands of them.
+
+Requests that wait for room have a queue for each session, space, size and use, and one that finds
+none keeps its place in it. Sessions, and the queues of each, are tried in turn. When something has
+made room, the requests for a tenant's slots of one size are tried until one finds none. At each
+tick, the first ones of some queues of each session are tried besides: not all that makes room is
+told, and one space may have room where another has none.
 """
 
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Final
 
+from kvstore.node.awaited import Outcome, RoomFor
 from kvstore.node.copies import CopyRequests, tell_copies
-from kvstore.node.requests import Outcome, Requests, acknowledge
+from kvstore.node.requests import Requests, acknowledge
 from kvstore.protocol import wire
 from kvstore.state.disk.jobs import Durable
 from kvstore.state.remote.spreads import Spreading
@@ -29,6 +36,9 @@ SESSION_WAITERS_ALWAYS: Final = 4
 SESSION_WAITING_BYTES_ALWAYS: Final = 256 << 10
 """Each session may always use these, however much the others use; there are fewer than
 connections."""
+SESSION_QUEUES_TICK: Final = 4
+"""Queues of one session that each tick tries: an attempt in vain takes a tenth of a millisecond or
+more, and a session may have hundreds of spaces."""
 
 
 @dataclass(slots=True, init=False, eq=False)
@@ -73,7 +83,13 @@ class WaitingRoom:
 
     def __init__(self) -> None:
         #: Requests that are not ready, by what they wait for, in order of arrival.
-        self._by_thing: dict[Hashable, dict[Waiter, None]] = {}
+        self._by_thing: dict[Hashable, OrderedDict[Waiter, None]] = {}
+        #: The queues for room among these; the one that was tried longest ago is the first.
+        self._rooms: dict[RoomFor, None] = {}
+        #: Session → its queues whose first request will be tried; and whether it is even if one for
+        #: the same tenant, size and use finds no room. Who was tried longest ago is the first, of
+        #: the sessions and of the queues.
+        self._to_try: dict[bytes, dict[RoomFor, bool]] = {}
         self._ready: deque[Waiter] = deque()
         self._by_connection: dict[int, dict[Waiter, None]] = {}
         self._counts: Counter[bytes] = Counter()
@@ -101,10 +117,30 @@ class WaitingRoom:
     def add(self, waiter: Waiter) -> None:
         """Add a request; :meth:`admits` returned True for it, or it has waited before."""
         assert waiter not in self._by_connection.get(waiter.connection, ())
-        waiter.ready = False
-        self._by_thing.setdefault(waiter.awaited, {})[waiter] = None
+        waiter.ready, thing = False, waiter.awaited
+        if thing not in self._by_thing:
+            self._by_thing[thing] = OrderedDict()
+            if isinstance(thing, RoomFor):
+                self._rooms[thing] = None
+        self._by_thing[thing][waiter] = None
         self._by_connection.setdefault(waiter.connection, {})[waiter] = None
         self._count(waiter, 1)
+
+    def add_again(self, waiter: Waiter, awaited: Hashable) -> bool:
+        """Add a request that :meth:`take` returned, for what it waits for now.
+
+        Returns:
+            whether it found no room again; it has its old place then, before all that came later.
+        """
+        in_vain = isinstance(awaited, RoomFor) and awaited == waiter.awaited
+        waiter.awaited = awaited
+        self.add(waiter)
+        if in_vain:
+            assert isinstance(awaited, RoomFor)
+            self._by_thing[awaited].move_to_end(waiter, last=False)
+            self._try_no_more(awaited)
+            self._try_no_more_alike(awaited)
+        return in_vain
 
     def remove(self, waiter: Waiter) -> None:
         """Remove a request."""
@@ -130,6 +166,19 @@ class WaitingRoom:
             waiter.ready = True
             self._ready.append(waiter)
 
+    def note_room(self) -> None:
+        """There may be more room: requests of each tenant, size and use will be tried."""
+        for room in self._rooms:
+            self._to_try.setdefault(room.session, {}).setdefault(room, False)
+
+    def try_some(self) -> None:
+        """The first requests of some queues of each session will be tried."""
+        chosen: Counter[bytes] = Counter()
+        for room in self._rooms:
+            chosen[room.session] += 1
+            if chosen[room.session] <= SESSION_QUEUES_TICK:
+                self._to_try.setdefault(room.session, {})[room] = True
+
     def wake_due(self, now_ns: int) -> None:
         """Mark all requests whose deadline has passed as ready."""
         due = [
@@ -145,21 +194,28 @@ class WaitingRoom:
             self._ready.append(waiter)
 
     def take(self) -> Waiter | None:
-        """Remove and return the next ready request; None if there is none."""
-        if not self._ready:
+        """Remove and return the next request that may go on; None if there is none."""
+        if self._ready:
+            waiter = self._ready.popleft()
+            assert waiter.ready
+            self._forget(waiter)
+            return waiter
+        if not self._to_try:
             return None
-        waiter = self._ready.popleft()
-        assert waiter.ready
-        self._forget(waiter)
+        session = next(iter(self._to_try))
+        rooms = self._to_try.pop(session)
+        room = next(iter(rooms))
+        # Its next turn is after those of the other queues and sessions.
+        rooms[room], self._rooms[room] = rooms.pop(room), self._rooms.pop(room)
+        self._to_try[session] = rooms
+        waiter = next(iter(self._by_thing[room]))
+        self.remove(waiter)
         return waiter
 
-    def first_on(self, thing: Hashable) -> Waiter | None:
-        """The request that has waited longest for one thing."""
-        return next(iter(self._by_thing.get(thing, ())), None)
-
-    def awaits_others(self, thing: Hashable) -> bool:
-        """Whether a request that is not ready waits for something else than this."""
-        return len(self._by_thing) > (thing in self._by_thing)
+    @property
+    def awaits_events(self) -> bool:
+        """Whether a request that is not ready waits for something else than room."""
+        return len(self._by_thing) > len(self._rooms)
 
     def of(self, connection: int) -> list[Waiter]:
         """The waiting requests of one connection."""
@@ -171,9 +227,9 @@ class WaitingRoom:
         return min((waiter.deadline_ns for waiter in waiting), default=0)
 
     @property
-    def ready(self) -> bool:
-        """Whether a request is ready."""
-        return bool(self._ready)
+    def may_go_on(self) -> bool:
+        """Whether :meth:`take` would return a request."""
+        return bool(self._ready or self._to_try)
 
     def check(self) -> None:
         """Assert that the counts match the requests."""
@@ -185,6 +241,10 @@ class WaitingRoom:
         assert self.size_bytes == sum(waiter.size_bytes for waiter in everyone)
         assert all(waiter.ready for waiter in self._ready)
         assert all(self._by_thing.values())
+        assert self._rooms.keys() == {one for one in self._by_thing if isinstance(one, RoomFor)}
+        for session, rooms in self._to_try.items():
+            assert rooms
+            assert all(room in self._rooms and room.session == session for room in rooms)
         assert all(self._by_connection.values())
         assert all(self._counts.values())
         assert self._counts == Counter(waiter.session for waiter in everyone)
@@ -198,7 +258,25 @@ class WaitingRoom:
         waiters = self._by_thing[waiter.awaited]
         del waiters[waiter]
         if not waiters:
-            del self._by_thing[waiter.awaited]
+            thing = waiter.awaited
+            del self._by_thing[thing]
+            if isinstance(thing, RoomFor):
+                del self._rooms[thing]
+                self._try_no_more(thing)
+
+    def _try_no_more(self, room: RoomFor) -> None:
+        """Nobody is in this queue, or its first request found no room."""
+        rooms = self._to_try.get(room.session, {})
+        rooms.pop(room, None)
+        if not rooms:
+            self._to_try.pop(room.session, None)
+
+    def _try_no_more_alike(self, room: RoomFor) -> None:
+        """What made room made none for this tenant, size and use, or it was taken."""
+        listed = [pair for rooms in self._to_try.values() for pair in rooms.items()]
+        for other, anyway in listed:
+            if not anyway and other[:3] == room[:3]:
+                self._try_no_more(other)
 
     def _forget(self, waiter: Waiter) -> None:
         mine = self._by_connection[waiter.connection]

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from kvstore.node.awaited import RoomFor
 from kvstore.node.node import Node
 from kvstore.node.requests import NodeLimits
 from kvstore.node.waiting import Waiter, WaitingRoom
@@ -199,13 +200,13 @@ def test_of_all_that_wait_for_room_one_tries_in_vain_for_each_job_that_ends(monk
 
 def test_only_of_what_somebody_waits_for_is_news_looked_for():
     room = WaitingRoom()
-    for_room, for_page = (Waiter(1, b"a", None, 32, 0, 1 << 60, at) for at in ("room", "page"))
-    assert not room.awaits_others("room")
+    things = RoomFor("put", "red", 1, b"a", 0), "page"
+    for_room, for_page = (Waiter(1, b"a", None, 32, 0, 1 << 60, at) for at in things)
+    assert not room.awaits_events
     room.add(for_room)
-    assert not room.awaits_others("room")
-    assert room.awaits_others("page")
+    assert not room.awaits_events
     room.add(for_page)
-    assert room.awaits_others("room")
+    assert room.awaits_events
 
     room.wake("page")
-    assert not room.awaits_others("room"), "it is ready, and waits for its turn"
+    assert not room.awaits_events, "it is ready, and waits for its turn"

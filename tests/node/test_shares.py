@@ -100,7 +100,7 @@ def test_what_waits_is_ready_in_the_order_in_which_it_came():
     room.remove(second)
     room.check()
 
-    assert room.ready
+    assert room.may_go_on
     assert [room.take(), room.take(), room.take()] == [first, due, None]
     assert room.of(1) == [other]
     assert len(room) == 1

@@ -79,6 +79,7 @@ class Draining:
         self.returning: list[tuple[PrefixNode, int]] = []
         #: Position → when it got empty.
         self._since_ns: dict[int, int] = {}
+        self._emptied = False
 
     def serves(self, space: PrefixTree, slot_bytes: int) -> bool:
         """Whether an extent is being emptied for that class."""
@@ -170,11 +171,16 @@ class Draining:
         self.returning += self.skipped.items()
         self.skipped.clear()
         if self._slots.end_drain(position):
-            self.grown = position
+            self.grown, self._emptied = position, True
             self._since_ns[position] = now_ns
             return True
         self._slots.extents[position].used_at = self.tick  # somebody needs a page of it
         return False
+
+    def take_emptied(self) -> bool:
+        """Whether an extent was emptied since this was last asked, and so has room for many."""
+        emptied, self._emptied = self._emptied, False
+        return emptied
 
     def _leaving(self, position: int, space: PrefixTree) -> Iterator[tuple[PrefixNode, int] | None]:
         """All pages of an extent, what only they make reachable before them.

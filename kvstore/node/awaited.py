@@ -1,0 +1,38 @@
+"""What requests wait for; those for the same room share a queue. Pure."""
+
+from collections.abc import Hashable
+from typing import NamedTuple
+
+from kvstore.protocol import wire
+from kvstore.state.tree.prefix_tree import PrefixTree
+from kvstore.state.tree.sessions import Process
+
+Outcome = tuple[wire.Answer, Hashable]
+"""An answer, and what to wait for to get a better one; None = nothing."""
+
+
+class RoomFor(NamedTuple):
+    """What a request waits for while memory or space on disk is being freed.
+
+    Requests for the same room want the same slots under the same quotas: where the first one finds
+    none, those behind it do not either.
+
+    Attributes:
+        use: what for: ``put``, ``load`` or ``disk``.
+        tenant: of the space.
+        slot_bytes: size of the slots.
+        session: token of the session.
+        space: number of the space.
+    """
+
+    use: str
+    tenant: str
+    slot_bytes: int
+    session: bytes
+    space: int
+
+
+def room_for(use: str, process: Process, space: PrefixTree, shard: int) -> RoomFor:
+    """What to wait for until there is room for pages of a shard."""
+    tenant, slot_bytes = space.identity.tenant, space.shards[shard].slot_bytes
+    return RoomFor(use, tenant, slot_bytes, process.session.token, space.number)
