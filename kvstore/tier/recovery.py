@@ -384,16 +384,20 @@ def _standing(
         return standing
     sequence = np.concatenate([one["sequence"] for one in every])
     latest: dict[tuple[int, bytes], int] = {}
+    cleared: dict[int, int] = {}
     for tombstone in tombstones:
         number = numbers[tombstone.pair]
         if tombstone.keys is None:
             log.error("a tombstone is damaged: all older pages of its space are dropped")
         if tombstone.keys is None or _is_for_all(tombstone.keys):
-            standing &= ~((sequence < tombstone.sequence) & (pair == number))
+            cleared[number] = max(cleared.get(number, 0), tombstone.sequence)
             continue
         for at in range(0, len(tombstone.keys), KEY_BYTES):
             name = (number, tombstone.keys[at : at + KEY_BYTES])
             latest[name] = max(latest.get(name, 0), tombstone.sequence)
+    if cleared:
+        first = np.array([cleared.get(number, 0) for number in range(len(numbers))], np.uint64)
+        standing &= sequence >= first[pair]
     if latest:
         heads = np.frombuffer(b"".join(key[:8].ljust(8, b"\0") for _, key in latest), "<u8")
         doubtful |= np.isin(marks, _marks(heads, np.array([number for number, _ in latest])))
