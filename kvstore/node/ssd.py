@@ -62,6 +62,7 @@ class DiskTier:
         wake: called from another thread when :meth:`poll` has something to do.
         device: the disk of the directories; None = the machine's.
         tier: the log, not recovered yet; None = create one in ``config``'s directories.
+        in_flight_bytes_max: maximum bytes being written at a time.
 
     Attributes:
         recovered: ``pages``, ``segments`` and ``took_s``, for the log; empty if there were none.
@@ -73,6 +74,7 @@ class DiskTier:
     def __init__(
         self, config: SSDConfig, node: Node, memory: HostMemory, wake: Callable[[], None],
         tier: SSDLog | None = None, device: Disk | None = None,
+        in_flight_bytes_max: int = IN_FLIGHT_BYTES_MAX,
     ) -> None:  # fmt: skip
         self._node = node
         self._memory = memory
@@ -88,7 +90,7 @@ class DiskTier:
         segments = SegmentLog(count, config.segment_bytes)
         rules = DiskRules(
             WritePolicy(config.write), SyncPolicy(config.sync),
-            int(config.sync_interval_s * _NS), IN_FLIGHT_BYTES_MAX,
+            int(config.sync_interval_s * _NS), in_flight_bytes_max,
         )  # fmt: skip
         admission = Admission(config.admission, config.bytes_per_day_max, segments.capacity_bytes)
         self.pages = node.pages.residents.disk = DiskPages(
