@@ -324,9 +324,7 @@ class Requests:
         if missing:
             raise CapacityError(f"{missing} of {count} pages are not stored; put them again")
         if not waits:
-            raise CapacityError(
-                "no free space in time, or too many requests wait for a sync; retry later"
-            )
+            raise CapacityError("no room in time, or too many requests wait for a sync: retry")
         try:
             not_yet = wire.Failure(request.id, TransferTimeout.code, "the pages are not synced yet")
             deadline_ns = self._pages.now_ns + request.wait_ms * _NS_PER_MS

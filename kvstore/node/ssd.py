@@ -13,13 +13,10 @@ from pathlib import Path
 from time import monotonic
 from typing import Final
 
-import numpy as np
-
 from kvstore.config import SSDConfig
 from kvstore.node.node import Node
 from kvstore.protocol.counts import SsdCounts
-from kvstore.protocol.errors import KVStoreError, LayoutMismatch
-from kvstore.protocol.page import ShardSpec, SpaceIdentity
+from kvstore.protocol.errors import KVStoreError
 from kvstore.state.choice.admission import Admission
 from kvstore.state.disk.jobs import (
     DiskCheck,
@@ -39,8 +36,6 @@ from kvstore.tier.base import Completion
 from kvstore.tier.directories import Directory
 from kvstore.tier.disk import Disk
 from kvstore.tier.host import HostMemory
-from kvstore.tier.record import PAYLOAD_BYTES_MAX, Entries
-from kvstore.tier.recovery import RecoveredLog
 from kvstore.tier.ssd import SSDLog
 from kvstore.tier.vectored import aligned
 
@@ -108,7 +103,7 @@ class DiskTier:
         except KVStoreError:
             self._log.close()
             raise
-        pages_of = _pages_of(found)
+        pages_of = found.fitting()
         segments = [
             FoundSegment(
                 one.number,
@@ -127,6 +122,7 @@ class DiskTier:
             for one, pages in zip(found.segments, pages_of, strict=True)
         ]
         left_out = sum(len(one.entries) for one in found.segments) - sum(map(len, pages_of))
+        assert left_out >= 0
         if left_out:
             self._node.pages.counts["recovery_refused_records"] += left_out
             log.error("%d records do not have the size of their shard's pages: ignored", left_out)
@@ -229,22 +225,3 @@ class DiskTier:
     def _address(self, slot: Slot) -> int:
         extent, _, offset = self._node.pages.slots.address(slot)
         return self._memory.address(extent) + offset
-
-
-def _pages_of(found: RecoveredLog) -> list[Entries]:
-    """The entries of each segment whose records have the size of their shard's pages."""
-    sizes = np.array([_page_bytes(*pair) for pair in found.pairs], np.uint64)
-    pages: list[Entries] = []
-    for one in found.segments:
-        fits = one.entries["payload_bytes"] == sizes[one.entries["pair"]]
-        pages.append(one.entries if fits.all() else one.entries[fits])
-    return pages
-
-
-def _page_bytes(space: SpaceIdentity, shard: ShardSpec) -> int:
-    """Size of a shard's pages; 0 = none has a size that a record may have."""
-    try:
-        size = shard.page_bytes(space)
-    except LayoutMismatch:
-        return 0
-    return size if 0 < size <= PAYLOAD_BYTES_MAX else 0

@@ -18,12 +18,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import mover
-from kvstore.protocol.page import ALL_KEYS, KEY_BYTES, page_seeds
+from kvstore.protocol.errors import LayoutMismatch
+from kvstore.protocol.page import ALL_KEYS, KEY_BYTES, ShardSpec, SpaceIdentity, page_seeds
 from kvstore.state.disk.log import SEGMENT_PAIRS_MAX
 from kvstore.state.tree.places import BLOCK_BYTES, HEADER_BYTES, Place, footer_bytes, record_bytes
 from kvstore.tier.disk import Disk
 from kvstore.tier.record import (
     ENTRY,
+    PAYLOAD_BYTES_MAX,
     SEGMENT_BYTES_MAX,
     SEQUENCE_MAX,
     Entries,
@@ -127,6 +129,24 @@ class RecoveredLog:
     next_segment: int
     next_sequence: int
     untouched: list[str]
+
+    def fitting(self) -> list[Entries]:
+        """The pages of each segment whose records have the size of their shard's pages."""
+        sizes = np.array([_page_bytes(*pair) for pair in self.pairs], np.uint64)
+        pages: list[Entries] = []
+        for one in self.segments:
+            fits = one.entries["payload_bytes"] == sizes[one.entries["pair"]]
+            pages.append(one.entries if fits.all() else one.entries[fits])
+        return pages
+
+
+def _page_bytes(space: SpaceIdentity, shard: ShardSpec) -> int:
+    """Size of a shard's pages; 0 = no record can have it."""
+    try:
+        size = shard.page_bytes(space)
+    except LayoutMismatch:
+        return 0
+    return size if 0 < size <= PAYLOAD_BYTES_MAX else 0
 
 
 def load_segment(

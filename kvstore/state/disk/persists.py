@@ -115,11 +115,13 @@ class Persists:
         elif len(durable.rest) < pages and self._is_busy():
             self._in_vain += 1
         else:
+            durable.rest.clear()
             durable.outstanding -= 1
             self._end(durable)
             self.acknowledged.remove(durable)
             raise CapacityError(_FULL)
         self._sort(durable)
+        assert durable in self._all
         return durable
 
     def go_on(self, *, degraded: bool) -> None:
@@ -129,6 +131,8 @@ class Persists:
             if self._pages_left <= 0 or not self.may_go_on(degraded=degraded):
                 return
             durable = self._beginning.popleft()
+            assert durable.rest
+            assert not durable.ended
             if degraded:
                 durable.error = durable.error or CapacityError(_FULL)
             elif 0 < durable.deadline_ns <= self._memory.moment.now_ns:
@@ -166,6 +170,7 @@ class Persists:
             self._beginning.append(durable)
             return
         durable.rest.clear()
+        assert durable.outstanding > 0, "it would be acknowledged before its writes have ended"
         self._syncs.part_ended(durable, None)
 
     def _goes_on(self, durable: Durable) -> bool:
@@ -177,10 +182,12 @@ class Persists:
             found = self._leading(durable, most)
             if durable.error is not None:
                 break
+            assert found
             last, before = found[-1][0], self._writes.in_flight_bytes
             if _is_begun(last, shard) or self._log.has_room(space, shard):
                 self._write(last, shard, durable, most)  # with those before it
             begun = (self._writes.in_flight_bytes - before) // each
+            assert begun >= 0
             self._pages_left -= max(1, begun)
             if not (begun or _is_begun(last, shard)):
                 return False
@@ -207,6 +214,7 @@ class Persists:
                 break
             position = node.position(key)
             pages = node.matching(position, keys, 0)
+            assert pages > 0, node
             if _is_begun(node, shard):
                 if not found:
                     found.append((node, pages))
@@ -214,12 +222,14 @@ class Persists:
             pages = min(pages, most)
             found.append((space.exact(node, position, pages), pages))
             most -= pages
+            assert most >= 0, node
             if not most or pages * KEY_BYTES < len(keys) or space.shards[shard].window_pages:
                 break
         return found
 
     def _end(self, durable: Durable) -> None:
         assert not durable.ended, "its pages would be unpinned twice"
+        assert not durable.rest, "it would be acknowledged before its last page is written"
         self._writes.give_up(durable)
         self._queue.effects.append(UnpinSlots(durable.pinned))
         durable.pinned = []

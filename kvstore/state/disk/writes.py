@@ -155,7 +155,8 @@ class Writes:
         assert write.left >= 0
         self.in_flight_bytes -= write.each
         self.durable_bytes -= write.each * write.hurried
-        assert self.in_flight_bytes >= self.durable_bytes >= 0
+        assert self.durable_bytes >= 0
+        assert self.in_flight_bytes >= self.durable_bytes
         if error is not None:
             write.errors[(job.place.offset - write.place.offset) // write.each] = error
         settling = [write] if not write.left else []

@@ -6,7 +6,6 @@ import pytest
 
 from kvstore.protocol.errors import CapacityError, InvalidArgument, PageCorrupt, TierUnavailable
 from kvstore.state.ask.explain import Explainer
-from kvstore.state.disk import persists
 from kvstore.state.disk.jobs import DiskCopy, DiskJob, DiskWrite
 from kvstore.state.disk.log import Segment, SegmentLog, SegmentState
 from kvstore.state.disk.plans import parts_of
@@ -121,7 +120,7 @@ def test_a_page_larger_than_its_quota_costs_nothing_else(world):
 
 def test_a_long_prompt_at_its_quota_looks_at_each_of_its_pages_a_few_times(monkeypatch):
     """The state serves nobody meanwhile: the square of 2,000 pages is most of a second."""
-    monkeypatch.setattr(persists, "PAGES_STEP", 150)
+    monkeypatch.setattr("kvstore.state.disk.persists.PAGES_STEP", 150)
     world, pages = LimitedWorld("back", extents=100, segments=100), 150
     for at in range(pages):
         world.put(chr(0x4E00 + at))
