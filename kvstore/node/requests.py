@@ -322,12 +322,11 @@ class Requests:
         if missing:
             raise CapacityError(f"{missing} of {count} pages are not stored; put them again")
         if not waits:
-            raise CapacityError(
-                "no free space in time, or too many requests wait for a sync; retry later"
-            )
+            raise CapacityError("no room in time, or too many requests wait for a sync: retry")
         try:
             not_yet = wire.Failure(request.id, TransferTimeout.code, "the pages are not synced yet")
-            return not_yet, self._pages.tiers.make_durable(run, request.shard)
+            deadline_ns = self._pages.now_ns + request.wait_ms * _NS_PER_MS
+            return not_yet, self._pages.tiers.make_durable(run, request.shard, deadline_ns)
         except CapacityError as error:
             if not disk.busy:
                 raise
@@ -426,6 +425,7 @@ def acknowledge(request: wire.Persist, durable: Durable) -> wire.Answer:
     if durable.error is not None:
         raise durable.error
     if not durable.ended:
+        durable.deadline_ns = 1  # nobody waits for it any more
         raise TransferTimeout("the pages are not synced yet; they may be later")
     return wire.Persisted(request.id)
 

@@ -57,6 +57,7 @@ class DiskTier:
         wake: called from another thread when :meth:`poll` has something to do.
         device: the disk of the directories; None = the machine's.
         tier: the log, not recovered yet; None = create one in ``config``'s directories.
+        in_flight_bytes_max: maximum bytes being written at a time.
 
     Attributes:
         recovered: ``pages``, ``segments`` and ``took_s``, for the log; empty if there were none.
@@ -68,6 +69,7 @@ class DiskTier:
     def __init__(
         self, config: SSDConfig, node: Node, memory: HostMemory, wake: Callable[[], None],
         tier: SSDLog | None = None, device: Disk | None = None,
+        in_flight_bytes_max: int = IN_FLIGHT_BYTES_MAX,
     ) -> None:  # fmt: skip
         self._node = node
         self._memory = memory
@@ -83,7 +85,7 @@ class DiskTier:
         segments = SegmentLog(count, config.segment_bytes)
         rules = DiskRules(
             WritePolicy(config.write), SyncPolicy(config.sync),
-            int(config.sync_interval_s * _NS), IN_FLIGHT_BYTES_MAX,
+            int(config.sync_interval_s * _NS), in_flight_bytes_max,
         )  # fmt: skip
         admission = Admission(config.admission, config.bytes_per_day_max, segments.capacity_bytes)
         self.pages = node.pages.residents.disk = DiskPages(
@@ -101,6 +103,7 @@ class DiskTier:
         except KVStoreError:
             self._log.close()
             raise
+        pages_of = found.fitting()
         segments = [
             FoundSegment(
                 one.number,
@@ -108,16 +111,21 @@ class DiskTier:
                 one.sealed,
                 one.end,
                 one.records,
-                one.entries["key"].tobytes(),
-                one.entries["parent"].tobytes(),
-                one.entries["digest"].tobytes(),
-                one.entries["offset"].copy(),
-                one.entries["pair"].copy(),
+                pages["key"].tobytes(),
+                pages["parent"].tobytes(),
+                pages["digest"].tobytes(),
+                pages["offset"].copy(),
+                pages["pair"].copy(),
                 one.first_page,
                 one.last_tombstone,
             )
-            for one in found.segments
+            for one, pages in zip(found.segments, pages_of, strict=True)
         ]
+        left_out = sum(len(one.entries) for one in found.segments) - sum(map(len, pages_of))
+        assert left_out >= 0
+        if left_out:
+            self._node.pages.counts["recovery_refused_records"] += left_out
+            log.error("%d records do not have the size of their shard's pages: ignored", left_out)
         self.pages.log.capacity_bytes = self._log.capacity_bytes
         collecting = gc.isenabled()
         gc.disable()  # it would walk over all the nodes again and again

@@ -72,6 +72,8 @@ COUNTED: Final = {
     "orphaned_bytes": "Bytes of records that a start ignored: a page before them is missing.",
     "recovery_refused_shards":
         "Shards on the SSDs that the start ignored because they do not match this node.",
+    "recovery_refused_records":
+        "Records that the start ignored: they do not have the size of their shard's pages.",
     "locates": "Queries to the directory for peers that have the pages missing here.",
     "locates_refused": "Queries that were not sent because too many were unanswered.",
     "locates_timed_out": "Queries that the directory did not answer in time.",

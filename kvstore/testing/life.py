@@ -19,7 +19,7 @@ from kvstore.config import SSDConfig
 from kvstore.node.desk import Desk
 from kvstore.node.node import Node
 from kvstore.node.requests import NodeLimits
-from kvstore.node.ssd import DiskTier
+from kvstore.node.ssd import IN_FLIGHT_BYTES_MAX, DiskTier
 from kvstore.protocol import wire
 from kvstore.protocol.page import (
     CanonicalLayout,
@@ -33,6 +33,7 @@ from kvstore.protocol.page import (
 from kvstore.state.ask.traversal import Removal
 from kvstore.state.disk.jobs import Durable, SyncPolicy
 from kvstore.state.tree.actions import PageStatus
+from kvstore.state.tree.places import record_bytes
 from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.sessions import Peer
 from kvstore.state.tree.slots import SlotTable
@@ -61,6 +62,7 @@ class Toll:
     Attributes:
         cuts: power cuts.
         acknowledged: pages whose durable put was acknowledged.
+        stepwise: pages of these that were more than may be written at a time.
         survived: acknowledged pages found after a cut.
         late: pages reclaimed between their sync and its acknowledgement.
         removed: acknowledged pages that were reclaimed later.
@@ -76,6 +78,7 @@ class Toll:
 
     cuts: int = 0
     acknowledged: int = 0
+    stepwise: int = 0
     survived: int = 0
     late: int = 0
     removed: int = 0
@@ -113,11 +116,13 @@ class Life:
         disk: disk of the tier.
         prompts: all prompts that may be stored.
         promises: what earlier lives have acknowledged; this one adds to it.
+        in_flight_bytes_max: maximum bytes being written at a time.
     """
 
     def __init__(
         self, random: Random, config: SSDConfig, disk: FailingPower,
         prompts: Sequence[PrefixKeys], promises: Promises,
+        in_flight_bytes_max: int = IN_FLIGHT_BYTES_MAX,
     ) -> None:  # fmt: skip
         """Start the node and recover its pages.
 
@@ -147,7 +152,10 @@ class Life:
             self.memory.create(extent.number for extent in slots.extents)
             home = Directory(Path(config.directories[0]), config.capacity_bytes)
             log = UnorderedLog(random, home, config.segment_bytes, disk)
-            self.disk = DiskTier(config, self.node, self.memory, lambda: None, log)
+            self.disk = DiskTier(
+                config, self.node, self.memory, lambda: None, log,
+                in_flight_bytes_max=in_flight_bytes_max,
+            )  # fmt: skip
             self.desk.disk = self.disk
             self._introduce()
         except BaseException:
@@ -289,7 +297,8 @@ class Life:
             self._persist(shard, keys)
 
     def _persist(self, shard: int, keys: PrefixKeys) -> None:
-        request = wire.Persist(0, self._space, self._shards[shard], keys.packed, WAIT_MS)
+        named = keys if self._random.random() < 0.5 else keys[-1:]  # those before it come with it
+        request = wire.Persist(0, self._space, self._shards[shard], named.packed, WAIT_MS)
         self._ask(request, shard, keys)
 
     def _compare(self, answer: wire.Acquired, shard: int, keys: PrefixKeys) -> None:
@@ -322,6 +331,9 @@ class Life:
         return next(iter(self.node.pages.spaces))
 
     def _note_durable(self, shard: int, keys: PrefixKeys) -> None:
+        most_bytes = self.disk.pages.rules.in_flight_bytes_max
+        if len(keys) * record_bytes(PAGE_BYTES) > most_bytes:
+            self._toll.stepwise += len(keys)
         for key in keys:
             if self._is_on_disk((shard, key)):
                 self._promises.acknowledged[shard, key] = None

@@ -12,10 +12,13 @@ from random import Random
 from typing import Final
 
 from kvstore.config import SSDConfig
+from kvstore.node.ssd import IN_FLIGHT_BYTES_MAX
 from kvstore.protocol.page import PrefixKeys, page_keys
 from kvstore.state.disk.jobs import SyncPolicy, WritePolicy
+from kvstore.state.tree.places import record_bytes
 from kvstore.testing.failing_power import FailingPower, PowerCut
 from kvstore.testing.life import SHARDS, Life, Page, Promises, Toll
+from kvstore.testing.timeline import PAGE_BYTES
 
 SEGMENT_BYTES: Final = 160 << 10
 SEGMENTS: Final = 7
@@ -24,6 +27,9 @@ HOME: Final = Path("/log")
 CALLS_MAX: Final = 220
 STEPS_MAX: Final = 400
 EVICT_SHARE: Final = 0.2
+LONG_PAGES: Final = 12
+FEW_BYTES: Final = 4 * record_bytes(PAGE_BYTES)
+"""A limit of bytes in flight that a long prompt takes many steps to be written in."""
 
 
 @dataclass
@@ -56,6 +62,7 @@ class History:
             admission="all",
         )
         self.prompts = self._make_prompts()
+        self.in_flight_bytes = self.random.choice((IN_FLIGHT_BYTES_MAX, FEW_BYTES))
         self._doubtful: set[Page] = set()
 
     def run(self, cuts: int = 3, *, fully: bool = True) -> Toll:
@@ -79,7 +86,9 @@ class History:
         return self._toll
 
     def _begin(self) -> Life:
-        return Life(self.random, self.config, self.disk, self.prompts, self.promises)
+        return Life(
+            self.random, self.config, self.disk, self.prompts, self.promises, self.in_flight_bytes
+        )
 
     def _until_the_cut(self, ordinary: set[Page]) -> None:
         self._toll.cuts += 1
@@ -148,11 +157,14 @@ class History:
             life.desk.self_check.run()
 
     def _make_prompts(self) -> list[PrefixKeys]:
-        """Prompts that branch: more pages than the disk holds."""
+        """Prompts that branch, and some long ones: more pages than the disk holds."""
         prompts = []
         for start in range(4):
             common = [start, 1, 2][: self.random.randrange(1, 4)]
             for _ in range(4):
                 tail = [self.random.randrange(4) for _ in range(self.random.randrange(2, 6))]
                 prompts.append(page_keys(common + tail, 1))
+        for start in range(2):
+            tail = [self.random.randrange(4) for _ in range(LONG_PAGES - 3)]
+            prompts.append(page_keys([start, 1, 2, *tail], 1))
         return prompts

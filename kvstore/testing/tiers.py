@@ -136,9 +136,9 @@ class TierDriver:
         """Read the tokens of a page."""
         return self.run(lambda job: DiskTokens(job, place, page.record))[0]
 
-    def tombstone(self, place: Place, keys: bytes) -> Completion:
+    def tombstone(self, place: Place, keys: bytes, shard: ShardSpec = SHARD) -> Completion:
         """Write a tombstone for these keys."""
-        return self.run(lambda job: DiskTombstone(job, place, SPACE, SHARD, keys))[0]
+        return self.run(lambda job: DiskTombstone(job, place, SPACE, shard, keys))[0]
 
     def sync(self) -> Completion:
         """Make all writes durable."""

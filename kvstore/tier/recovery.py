@@ -18,12 +18,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import mover
-from kvstore.protocol.page import ALL_KEYS, KEY_BYTES, page_seeds
+from kvstore.protocol.errors import LayoutMismatch
+from kvstore.protocol.page import ALL_KEYS, KEY_BYTES, ShardSpec, SpaceIdentity, page_seeds
 from kvstore.state.disk.log import SEGMENT_PAIRS_MAX
 from kvstore.state.tree.places import BLOCK_BYTES, HEADER_BYTES, Place, footer_bytes, record_bytes
 from kvstore.tier.disk import Disk
 from kvstore.tier.record import (
     ENTRY,
+    PAYLOAD_BYTES_MAX,
     SEGMENT_BYTES_MAX,
     SEQUENCE_MAX,
     Entries,
@@ -127,6 +129,24 @@ class RecoveredLog:
     next_segment: int
     next_sequence: int
     untouched: list[str]
+
+    def fitting(self) -> list[Entries]:
+        """The pages of each segment whose records have the size of their shard's pages."""
+        sizes = np.array([_page_bytes(*pair) for pair in self.pairs], np.uint64)
+        pages: list[Entries] = []
+        for one in self.segments:
+            fits = one.entries["payload_bytes"] == sizes[one.entries["pair"]]
+            pages.append(one.entries if fits.all() else one.entries[fits])
+        return pages
+
+
+def _page_bytes(space: SpaceIdentity, shard: ShardSpec) -> int:
+    """Size of a shard's pages; 0 = no record can have it."""
+    try:
+        size = shard.page_bytes(space)
+    except LayoutMismatch:
+        return 0
+    return size if 0 < size <= PAYLOAD_BYTES_MAX else 0
 
 
 def load_segment(
@@ -384,16 +404,20 @@ def _standing(
         return standing
     sequence = np.concatenate([one["sequence"] for one in every])
     latest: dict[tuple[int, bytes], int] = {}
+    cleared: dict[int, int] = {}
     for tombstone in tombstones:
         number = numbers[tombstone.pair]
         if tombstone.keys is None:
             log.error("a tombstone is damaged: all older pages of its space are dropped")
         if tombstone.keys is None or _is_for_all(tombstone.keys):
-            standing &= ~((sequence < tombstone.sequence) & (pair == number))
+            cleared[number] = max(cleared.get(number, 0), tombstone.sequence)
             continue
         for at in range(0, len(tombstone.keys), KEY_BYTES):
             name = (number, tombstone.keys[at : at + KEY_BYTES])
             latest[name] = max(latest.get(name, 0), tombstone.sequence)
+    if cleared:
+        first = np.array([cleared.get(number, 0) for number in range(len(numbers))], np.uint64)
+        standing &= sequence >= first[pair]
     if latest:
         heads = np.frombuffer(b"".join(key[:8].ljust(8, b"\0") for _, key in latest), "<u8")
         doubtful |= np.isin(marks, _marks(heads, np.array([number for number, _ in latest])))

@@ -37,6 +37,7 @@ def test_no_power_cut_loses_a_page_that_was_acknowledged_as_durable():
 
     assert toll.cuts == SEEDS
     assert toll.survived > 10 * SEEDS
+    assert toll.stepwise > SEEDS, "long prompts with few bytes in flight"
     assert toll.read > 50 * SEEDS
 
 

@@ -13,6 +13,7 @@ from kvstore.protocol import wire
 from kvstore.protocol.errors import TierUnavailable
 from kvstore.protocol.page import CanonicalLayout, PrefixKeys, ShardSpec, SpaceIdentity, page_keys
 from kvstore.state.choice.admission import Admission
+from kvstore.state.disk import persists
 from kvstore.state.disk.jobs import (
     DiskDrop,
     DiskJob,
@@ -28,6 +29,7 @@ from kvstore.state.disk.log import SegmentLog
 from kvstore.state.disk.pages import DiskPages
 from kvstore.state.table.invariants import check
 from kvstore.state.tree.actions import PageStatus
+from kvstore.state.tree.places import record_bytes
 from kvstore.state.tree.sessions import Peer
 from kvstore.state.tree.slots import SlotTable
 
@@ -41,15 +43,16 @@ WAIT_MS = 1000
 class DurableWorld:
     """A node whose log is nearly full of pages that were evicted long ago."""
 
-    def __init__(self) -> None:
+    def __init__(self, segments: int = 6, in_flight_pages: int = 1 << 20) -> None:
         tokens = (bytes([number]) * 16 for number in range(1, 9))
         limits = NodeLimits(1 << 30, 1000)
         self.node = Node("n", b"b" * 16, SlotTable(1 << 20, 4), limits, lambda: next(tokens))
-        rules = DiskRules(WritePolicy.BACK, SyncPolicy.ALWAYS, 1, 1 << 30, retry_ns=1000 * MS)
+        in_flight = in_flight_pages * record_bytes(PAGE_BYTES)
+        rules = DiskRules(WritePolicy.BACK, SyncPolicy.ALWAYS, 1, in_flight, retry_ns=1000 * MS)
         self.disk = self.node.pages.residents.disk = DiskPages(
             self.node.pages.residents,
-            SegmentLog(6, 4 * PAGE_BYTES),
-            Admission("all", 0, 24 * PAGE_BYTES),
+            SegmentLog(segments, 4 * PAGE_BYTES),
+            Admission("all", 0, segments * 4 * PAGE_BYTES),
             rules,
         )
         self.now_ns = 1
@@ -68,9 +71,13 @@ class DurableWorld:
         assert set(committed.statuses) == {PageStatus.STORED}
         return keys
 
-    def persist(self, keys: PrefixKeys) -> list[wire.Answer]:
+    def persist(self, keys: PrefixKeys) -> Sequence[wire.Answer]:
         """Answers that came at once."""
         return self.ask(wire.Persist(5, 0, 0, keys.packed, WAIT_MS))
+
+    def writes(self) -> int:
+        """Writes that have begun, and not ended."""
+        return sum(isinstance(job, DiskWrite) for job in self.disk.jobs)
 
     def end(self, *kinds: type[DiskJob], error: Exception | None = None) -> list[wire.Answer]:
         """End all jobs of these kinds, and those that they bring about; the answers."""
@@ -196,6 +203,84 @@ def test_of_all_that_wait_for_room_one_tries_in_vain_for_each_job_that_ends(monk
         answers += world.end(DiskJob)
     assert answers == [wire.Persisted(5)] * 9
     assert not len(world.node.waiting)
+
+
+def test_a_durable_put_of_the_last_page_of_a_long_prompt_is_told_when_all_before_it_are_synced():
+    world = DurableWorld(segments=40, in_flight_pages=4)
+    keys = world.store(1, 30)
+    assert world.persist(keys[-1:]) == []
+    assert world.writes() == 2
+
+    assert world.end(DiskWrite, DiskSeal) == []
+    assert world.end(DiskJob) == [wire.Persisted(5)]
+    [space] = world.node.pages.spaces
+    assert all(node.on_disk for node in space.nodes.values())
+
+
+def test_a_long_durable_put_that_is_not_done_in_time_is_refused_and_goes_no_further():
+    world = DurableWorld(segments=40, in_flight_pages=4)
+    keys = world.store(1, 30)
+    world.persist(keys[-1:])
+
+    world.now_ns += WAIT_MS * MS
+    world.node.advance(world.now_ns)
+    [answer] = world.answers()
+    assert isinstance(answer, wire.Failure)
+    assert (answer.id, answer.code) == (5, "transfer_timeout")
+
+    assert world.end(DiskJob) == []
+    assert world.node.pages.slots.stats().pinned_bytes == 0
+    [space] = world.node.pages.spaces
+    assert sum(node.on_disk for node in space.nodes.values()) == 2, "what had begun"
+
+
+def test_a_long_durable_put_that_had_to_wait_first_goes_no_further_than_its_own_time(monkeypatch):
+    monkeypatch.setattr(persists, "DURABLES_MAX", 1)
+    world = DurableWorld(segments=40, in_flight_pages=4)
+    world.persist(world.store(1))
+    assert world.persist(world.store(2, 30)[-1:]) == []
+    world.now_ns += WAIT_MS // 2 * MS
+    world.node.advance(world.now_ns)
+    monkeypatch.setattr(persists, "DURABLES_MAX", 2)
+    [write] = world.disk.jobs
+    world.disk.jobs.clear()
+    world.node.disk_completed(write.job, None, world.now_ns)
+    assert world.writes() == 2, "the second one has begun"
+
+    world.now_ns += WAIT_MS // 2 * MS
+    world.node.advance(world.now_ns)
+    assert all(isinstance(answer, wire.Failure) for answer in world.answers())
+    assert world.end(DiskJob) == []
+    [space] = world.node.pages.spaces
+    assert sum(node.on_disk for node in space.nodes.values()) == 1 + 2
+
+
+def test_a_long_durable_put_whose_connection_ends_keeps_no_page_in_memory():
+    world = DurableWorld(segments=40, in_flight_pages=4)
+    world.persist(world.store(1, 30)[-1:])
+
+    world.node.disconnected(1, world.now_ns, ended=True)
+
+    assert world.end(DiskJob) == []
+    assert world.node.pages.slots.stats().pinned_bytes == 0
+    assert not world.node.processes
+
+
+def test_many_long_durable_puts_in_one_turn_begin_no_more_pages_than_one_step(monkeypatch):
+    monkeypatch.setattr(persists, "PAGES_STEP", 4)
+    world = DurableWorld(segments=100)
+    prompts = [world.store(prompt, 20) for prompt in range(3)]
+    for keys in prompts:
+        world.persist(keys[-1:])
+    assert world.writes() == 4
+    assert world.node.unfinished, "nothing else would wake it"
+
+    answers = list[wire.Answer]()
+    for _ in range(100):
+        world.node.go_on(world.now_ns)
+        world.disk.go_on()
+        answers += world.end(DiskJob)
+    assert answers == [wire.Persisted(5)] * 3
 
 
 def test_only_of_what_somebody_waits_for_is_news_looked_for():

@@ -10,12 +10,12 @@ SEEDS = 30
 
 
 def disk_rules(seed: int) -> DiskRules:
-    """Every write policy with every sync policy, in turn."""
+    """Every write policy with every sync policy, in turn; some with few bytes in flight."""
     return DiskRules(
         list(WritePolicy)[seed % 3],
         list(SyncPolicy)[seed // 3 % 3],
         sync_interval_ns=5_000_000,
-        in_flight_bytes_max=16 * PAGE_BYTES,
+        in_flight_bytes_max=(4 if seed % 4 == 3 else 16) * PAGE_BYTES,
         retry_ns=20_000_000,
     )
 

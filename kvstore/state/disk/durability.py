@@ -1,4 +1,4 @@
-"""Conditions for durable pages: they must be allowed on disk, and be there in the end. Pure."""
+"""Which pages a durable put has to write, and whether they are there in the end. Pure."""
 
 from collections.abc import Sequence
 
@@ -8,14 +8,20 @@ from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.prefix_tree import PrefixTree
 
 
-def never_on_disk(nodes: Sequence[PrefixNode], shard: int) -> bool:
-    """Whether one of these pages, or of the pages needed before them, may not be on disk."""
-    every = list(nodes)
-    at = nodes[0].above if not nodes[0].space.shards[shard].window_pages else None
-    while at is not None and not at.on_disk >> shard & 1:
-        every.append(at)
+def unwritten(nodes: Sequence[PrefixNode], shard: int) -> list[PrefixNode]:
+    """Those of these pages, and of the pages needed before them, that are not on disk, in order.
+
+    Pages before them that are being written are left out.
+    """
+    rest = [one for one in nodes if not one.on_disk >> shard & 1]
+    if not rest or rest[0].space.shards[shard].window_pages:
+        return rest
+    heads: list[PrefixNode] = []
+    at = rest[0].above
+    while at is not None and at.depth and not (at.on_disk | at.to_disk) >> shard & 1:
+        heads.append(at)
         at = at.above
-    return any(one.memory_only >> shard & 1 for one in every)
+    return heads[::-1] + rest
 
 
 def are_there(space: PrefixTree, shard: int, keys: bytes, digests: bytes) -> bool:

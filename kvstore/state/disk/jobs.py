@@ -294,13 +294,17 @@ class Durable:
 
     Attributes:
         pages: of a put: space, shard, keys and digests.
+        deadline_ns: no write of it begins from then on; 0 = never.
         pinned: slots of its pages in memory, pinned until it ends.
-        outstanding: pages, or tombstones, that are still to be written.
+        rest: keys of pages of which no write has begun for it, the last ones first.
+        outstanding: writes, or tombstones, that have not ended; one more while there is a ``rest``.
         error: why it failed; None = it did not.
         ended: it was acknowledged, or failed.
     """
 
     pages: list[tuple[PrefixTree, int, bytes, bytes]] = field(default_factory=list)
+    deadline_ns: int = 0
+    rest: list[bytes] = field(default_factory=list)
     pinned: list[Slot] = field(default_factory=list)
     outstanding: int = 0
     error: KVStoreError | None = None
@@ -321,6 +325,7 @@ class Write:
         place: of the first record; the others follow it.
         each: bytes of a record.
         left: records that have not ended.
+        hurried: it began for a durable put.
         waiters: durable puts of its pages.
         followers: writes that have ended and count only once this one does.
         errors: why records failed, by index.
@@ -333,6 +338,7 @@ class Write:
     place: Place
     each: int
     left: int
+    hurried: bool
     waiters: list[Durable]
     followers: "list[Write]"
     errors: dict[int, KVStoreError]
@@ -347,6 +353,7 @@ class Write:
         self.place = place
         self.each = each
         self.left = len(slots)
+        self.hurried = False
         self.waiters, self.followers, self.errors = [], [], {}
 
     @property

@@ -19,15 +19,14 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from kvstore.protocol.counts import RecordCounts, SsdCounts
-from kvstore.protocol.errors import CapacityError, DurabilityUnavailable, KVStoreError, PageCorrupt
+from kvstore.protocol.errors import CapacityError, KVStoreError, PageCorrupt
 from kvstore.protocol.page import PrefixKey
 from kvstore.state.choice.admission import Admission
 from kvstore.state.disk.backlog import Backlog
 from kvstore.state.disk.checks import CheckRun, DiskChecks, names
-from kvstore.state.disk.durability import are_there, is_in_slot, never_on_disk
+from kvstore.state.disk.durability import is_in_slot
 from kvstore.state.disk.graves import Graves
 from kvstore.state.disk.jobs import (
-    DURABLES_MAX,
     EVICT,
     FULL,
     NO_RULES,
@@ -46,12 +45,12 @@ from kvstore.state.disk.jobs import (
     LeftDisk,
     PageMemory,
     RecordOf,
-    UnpinSlots,
     Verdict,
 )
 from kvstore.state.disk.limits import DiskLimits
 from kvstore.state.disk.loads import DiskLoads
 from kvstore.state.disk.log import SegmentLog
+from kvstore.state.disk.persists import Persists
 from kvstore.state.disk.plans import mark_before
 from kvstore.state.disk.queue import DiskQueue
 from kvstore.state.disk.segments import SegmentReclaimer
@@ -66,7 +65,6 @@ BACKLOG_TURN: Final = 64
 EVICTED_TURN: Final = 256
 """Maximum pages that one turn starts to write because their memory is needed, plus the rest of a
 run."""
-_FULL: Final = "the disk, or the space's quota of it, is full now; try later"
 
 
 class DiskPages:
@@ -98,8 +96,6 @@ class DiskPages:
         self.rules = rules
         self._queue = DiskQueue(memory.story)
         self.jobs, self.effects = self._queue.pending, self._queue.effects
-        self.acknowledged: list[Durable] = []
-        self._durables: set[Durable] = set()
         self._memory = memory
         self._sync_failed = False
         self._now_ns = self._retry_ns = 0
@@ -121,6 +117,11 @@ class DiskPages:
         self.writes = Writes(
             memory, log, admission, self.limits, self.graves, self._syncs, self._queue
         )
+        self._persists = Persists(
+            memory, log, rules, self.writes, self._syncs, self._queue, self._write,
+            lambda: self.busy,
+        )  # fmt: skip
+        self.acknowledged = self._persists.acknowledged
 
     # ---- towards the disk -------------------------------------------------------------------
 
@@ -215,47 +216,31 @@ class DiskPages:
                 return FULL  # it waits for its place rather than be dropped
         return verdict
 
-    def make_durable(self, nodes: Sequence[PrefixNode], shard: int) -> Durable:
-        """Write these pages and all pages before them, regardless of admission.
+    def make_durable(
+        self, nodes: Sequence[PrefixNode], shard: int, deadline_ns: int = 0
+    ) -> Durable:
+        """Write these pages and all pages before them, regardless of admission, in steps.
+
+        Args:
+            nodes: pages of one space, each of which continues the one before it.
+            shard: of them.
+            deadline_ns: no write begins from then on; 0 = never.
 
         Returns:
             a handle that is in ``acknowledged`` once they are synced.
 
         Raises:
-            CapacityError: there is no room for all of them now, writes fail at the moment, or
-                :data:`DURABLES_MAX` puts wait already (their callers may have given up).
+            CapacityError: there is no room for one of them now, writes fail at the moment, or
+                :data:`~kvstore.state.disk.jobs.DURABLES_MAX` puts wait already (their callers may
+                have given up).
             DurabilityUnavailable: one of them must never be written to disk.
         """
-        if len(self._durables) >= DURABLES_MAX:
-            raise CapacityError("too many durable pages wait for the SSD tier now; try later")
-        new = [at for at in nodes if not (at.on_disk >> shard & 1 or self.writes.holds(at, shard))]
-        if new and never_on_disk(new, shard):
-            raise DurabilityUnavailable(
-                "a page of these was stored with no_store, ttl_s or read_once and never goes to"
-                " disk: evict it and put it again"
-            )
-        departs = any(at.space.departs(at) >> shard & 1 for at in nodes[-1:])
-        if departs or (new and (self.degraded or not self.log.has_room(new[0].space, shard))):
-            raise CapacityError(_FULL)  # in vain, and said before anything is touched
-        records = [(node.space, shard, node.keys, node.digest_columns[shard]) for node in nodes]
-        durable = Durable(records)
-        self._durables.add(durable)
-        for node in nodes:
-            if node.memory >> shard & 1:
-                slots = node.slots_of(shard)
-                self._memory.slots.pin(slots, 0)
-                durable.pinned += slots
-            there = node.on_disk >> shard & 1
-            if not there and (self.degraded or not self._write(node, shard, durable)):
-                self._end_durable(durable)
-                self.acknowledged.remove(durable)
-                raise CapacityError(_FULL)
-        if not durable.outstanding:
-            self._syncs.wait(durable)
+        try:
+            return self._persists.begin(nodes, shard, deadline_ns, degraded=self.degraded)
+        finally:
             self._syncs.advance(self._now_ns)
-            self._end_durables()
-        assert durable.ended or durable in self._durables
-        return durable
+            self._persists.end_some()
+            self.unfinished |= self._persists.may_go_on(degraded=self.degraded)
 
     def ensure_written(self, node: PrefixNode, shard: int) -> bool:
         """Whether the page is on disk; if not, it is being written now, regardless of admission.
@@ -300,7 +285,7 @@ class DiskPages:
     def settled(self) -> bool:
         """Whether no page waits to be written or synced."""
         pending = self._backlog or self.graves.waiting_keys
-        if self.writes or (pending and not self.degraded):
+        if self.writes or len(self._persists) or (pending and not self.degraded):
             return False
         self._syncs.hurry()
         self._syncs.advance(self._now_ns)
@@ -351,23 +336,6 @@ class DiskPages:
             if node is not None and self.writes.is_dirty(node, shard):
                 self._write(node, shard, Durable() if node.disk_pins else None)
 
-    def _end_durables(self) -> None:
-        """Acknowledge some durable puts that are synced or failed."""
-        for durable in self._syncs.take_some():
-            self._end_durable(durable)
-
-    def _end_durable(self, durable: Durable) -> None:
-        assert not durable.ended, "its pages would be unpinned twice"
-        self.writes.give_up(durable)
-        self._queue.effects.append(UnpinSlots(durable.pinned))
-        durable.pinned = []
-        self._durables.discard(durable)
-        if durable.error is None and not all(are_there(*some) for some in durable.pages):
-            durable.error = CapacityError("a page left the store before its sync; put it again")
-        durable.pages.clear()
-        durable.ended = True
-        self.acknowledged.append(durable)
-
     # ---- from the disk ----------------------------------------------------------------------
 
     def check(self, pages: Iterable[tuple[PrefixNode, int]]) -> CheckRun:
@@ -407,6 +375,7 @@ class DiskPages:
         """
         writes = len(self.writes)
         ended, of = self._queue.end(job, error)
+        self._persists.job_ended()
         for number in failed:
             self.log.fail(number)
         if isinstance(ended, DiskSync):
@@ -449,14 +418,16 @@ class DiskPages:
     def go_on(self) -> None:
         """Write and sync waiting pages, as far as possible now."""
         self._evicted = 0
-        self._end_durables()
+        self._persists.end_some()
         if not self.degraded:
             self.graves.write()
+        self._persists.go_on(degraded=self.degraded)
         self._pump()
+        self.unfinished |= self._persists.may_go_on(degraded=self.degraded)
         if self._checks.runs:
             self._checks.go_on(len(self.loads))
         self._syncs.advance(self._now_ns)
-        self._end_durables()
+        self._persists.end_some()
         if self._reclaimer.choosing:
             self._reclaimer.advance_reclaim(self._memory.moment.tick)
         self.unfinished |= bool(self._syncs.ended) or self._reclaimer.choosing
@@ -466,6 +437,7 @@ class DiskPages:
         """Advance the clock to ``now_ns``; :meth:`go_on` then syncs and writes what is due."""
         assert now_ns >= self._now_ns, "the clock never goes back"
         self._now_ns = now_ns
+        self._persists.job_ended()
         self._reclaimer.advance(now_ns, self._memory.moment.tick)
 
     def applied(self) -> None:

@@ -46,13 +46,14 @@ class Writes:
 
     Attributes:
         in_flight_bytes: being written.
+        durable_bytes: those of them that are written for durable puts.
     """
 
     def __init__(
         self, memory: PageMemory, log: SegmentLog, admission: Admission, limits: DiskLimits,
         graves: Graves, syncs: Syncs, queue: DiskQueue,
     ) -> None:  # fmt: skip
-        self.in_flight_bytes = 0
+        self.in_flight_bytes = self.durable_bytes = 0
         self._memory = memory
         self._log = log
         self._admission = admission
@@ -153,7 +154,9 @@ class Writes:
         write.left -= 1
         assert write.left >= 0
         self.in_flight_bytes -= write.each
-        assert self.in_flight_bytes >= 0
+        self.durable_bytes -= write.each * write.hurried
+        assert self.durable_bytes >= 0
+        assert self.in_flight_bytes >= self.durable_bytes
         if error is not None:
             write.errors[(job.place.offset - write.place.offset) // write.each] = error
         settling = [write] if not write.left else []
@@ -231,7 +234,9 @@ class Writes:
         write = Write(space, shard, keys, slots, place, its.record_bytes)
         self._under_way.add(write)
         self._memory.slots.pin(slots, 0)
+        write.hurried = durable is not None and len(durable.pages) > 0
         self.in_flight_bytes += write.size
+        self.durable_bytes += write.size * write.hurried
         space.disk_bytes += write.size
         identity, spec, page_bytes = space.identity, its.spec, its.page_bytes
         jobs: list[DiskWrite] = []

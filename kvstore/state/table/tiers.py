@@ -64,10 +64,12 @@ class Tiers:
         apply_effects(self._held)
         self.go_on()
 
-    def make_durable(self, nodes: Sequence[PrefixNode], shard: int) -> Durable:
+    def make_durable(
+        self, nodes: Sequence[PrefixNode], shard: int, deadline_ns: int = 0
+    ) -> Durable:
         """See :meth:`kvstore.state.disk.pages.DiskPages.make_durable`."""
         try:
-            return self._held.disk.make_durable(nodes, shard)
+            return self._held.disk.make_durable(nodes, shard, deadline_ns)
         finally:
             apply_effects(self._held)
 

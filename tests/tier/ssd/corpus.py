@@ -5,8 +5,9 @@ from pathlib import Path
 from random import Random
 from typing import Final
 
+from kvstore.protocol.page import CanonicalLayout, ShardSpec
 from kvstore.state.tree.places import Place, record_bytes
-from kvstore.testing.tiers import PageInMemory, TierDriver, laid_out
+from kvstore.testing.tiers import SPACE, PageInMemory, TierDriver, laid_out
 from kvstore.tier.directories import Directory
 from kvstore.tier.disk import OSDisk
 from kvstore.tier.ssd import SSDLog
@@ -17,7 +18,8 @@ SEGMENT_BYTES: Final = 160 << 10
 CAPACITY_BYTES: Final = 16 * SEGMENT_BYTES
 
 
-PAGE_BYTES: Final = 8192  # of tests' own shard: what a node of these tests would hold
+SHARD: Final = ShardSpec(layout=CanonicalLayout(head_dim=256), layers=(0, 1), heads=(0, 1))
+PAGE_BYTES: Final = SHARD.page_bytes(SPACE)
 
 
 class Corpus:
@@ -39,7 +41,7 @@ class Corpus:
         for number in range(5):
             pages = []
             for _ in range(random.randint(2, 6)):
-                pages.append(PageInMemory.random(random, PAGE_BYTES, parent))
+                pages.append(PageInMemory.random(random, PAGE_BYTES, parent, SHARD))
                 parent = pages[-1].record.key if random.random() < 0.9 else b""
             for page in pages:
                 self.content[page.record.key] = page.content
@@ -51,7 +53,7 @@ class Corpus:
             if number in (1, 4):
                 end = placed[-1][0].offset + record_bytes(PAGE_BYTES)
                 gone = b"".join(page.record.key for page in pages[1:2])
-                assert driver.tombstone(Place(number, end), gone).error is None
+                assert driver.tombstone(Place(number, end), gone, SHARD).error is None
             if number < 3:
                 assert driver.seal(number).error is None
         assert driver.sync().error is None

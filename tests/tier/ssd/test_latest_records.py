@@ -1,14 +1,18 @@
 """Goal: of all records of a page the latest counts, unless it was removed; nothing else goes."""
 
+from time import thread_time
+
 import msgspec
+import numpy as np
 import pytest
 
-from kvstore.protocol.page import SpaceIdentity
+from kvstore.protocol.page import SpaceIdentity, pack_pair
 from kvstore.state.disk.jobs import DiskTombstone
 from kvstore.state.tree.places import Place
 from kvstore.testing.tiers import SHARD, SPACE, TierDriver, laid_out
 from kvstore.tier import recovery
-from kvstore.tier.record import segment_name
+from kvstore.tier.record import ENTRY, Kind, segment_name
+from kvstore.tier.recovery import LoadedSegment, SegmentScan, Tombstone, combine
 from tests.tier.ssd.conftest import HOME, open_log, pages, recovered
 
 
@@ -129,3 +133,44 @@ def test_a_damaged_tombstone_takes_every_older_page_of_its_space(disk):
     (segment,) = open_log(disk).recover().segments
 
     assert segment.entries["key"].tolist() == [second.record.key]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_of_the_tombstones_for_all_pages_of_a_space_the_last_one_counts(disk, order):
+    """Each spares what was written after it, unless a later one takes that, too."""
+    second = msgspec.structs.replace(SHARD, heads=(1, 2))
+    mine, theirs = pages(4), pages(4, shard=second)
+    log = recovered(disk)
+    driver = TierDriver(log)
+    places = [Place(0, at * 8192) for at in range(6)][::order]
+    segments = [Place(at, 0) for at in range(1, 9)]
+    for at in range(4):
+        driver.write((segments[2 * at], mine[at]), (segments[2 * at + 1], theirs[at]))
+        if at < 3:
+            driver.tombstone(places[at], bytes(32))
+    driver.run(lambda job: DiskTombstone(job, places[4], SPACE, second, bytes(32)))
+    log.close()
+
+    found = open_log(disk).recover()
+
+    live = [key for one in found.segments for key in one.entries["key"].tolist()]
+    assert live == [mine[3].record.key]
+
+
+def test_a_start_looks_at_its_records_a_few_times_however_many_tombstones_there_are():
+    """A `clear` of a space writes one for all of its pages: 2,000 of them took seconds."""
+    pair = pack_pair(SPACE, SHARD)
+    entries = np.zeros(200_000, ENTRY)
+    entries["key"] = np.arange(1, 200_001).astype("<u8").view("V8").astype("V32")
+    entries["sequence"] = np.arange(200_000) + 10**6
+    entries["kind"] = Kind.PAGE
+
+    def took_s(tombstones: int) -> float:
+        many = [Tombstone(at + 1, pair, bytes(32)) for at in range(tombstones)]
+        scan = SegmentScan(1, 0, HOME, 1 << 20, LoadedSegment(entries, [pair], many, True, 0))
+        begun = thread_time()
+        [segment] = combine([scan]).segments
+        assert len(segment.entries) == len(entries)
+        return thread_time() - begun
+
+    assert took_s(2_000) < 5 * max(took_s(1), took_s(1)) + 0.05
