@@ -27,19 +27,22 @@ from kvstore.state.disk.jobs import (
     DiskRead,
     DiskTombstone,
     DiskWrite,
+    LeftDisk,
 )
+from kvstore.state.table import residents
 from kvstore.state.table.adopt import adopt
 from kvstore.state.table.announce import Announcement
 from kvstore.state.table.invariants import check
+from kvstore.state.table.tiers import apply_effects
 from kvstore.state.tree.actions import PageStatus
-from kvstore.state.tree.node import Retention
+from kvstore.state.tree.node import PrefixNode, Retention
 from kvstore.state.tree.sessions import Fetch
 from kvstore.state.tree.slots import Slot
 from tests.state.disk.disk_world import DiskWorld
 from tests.state.disk.plain_disk import PlainDisk
 from tests.state.disk.plain_files import Content, PlainFiles
 from tests.state.disk.plain_pages import MODELS, Kept, Names, OpenPut, PlainPages, Reading
-from tests.state.single_pages import DEPTH, SHARDS, WINDOW_SHARD, Page, longest
+from tests.state.single_pages import DEPTH, PATH_OF, SHARDS, WINDOW_SHARD, Page, longest
 from tests.state.world import chain, key
 
 SEGMENTS, SEGMENT_BYTES = 8, 112 << 10
@@ -50,7 +53,8 @@ CUTS_MAX = 400
 WEIGHTS = {
     "store": 12, "begin": 3, "commit": 3, "abort": 1, "lookup": 3, "acquire": 4,
     "release": 5, "load": 4, "end_fetch": 2, "persist": 2, "drop": 2, "clear": 1,
-    "look_closely": 1, "pass_time": 2, "end_jobs": 8, "end_all_jobs": 3, "rot": 1, "restart": 2,
+    "look_closely": 1, "pass_time": 2, "sweep": 3, "spill": 2, "lose": 3, "end_jobs": 8,
+    "end_all_jobs": 3, "rot": 1, "restart": 2,
 }  # fmt: skip
 """Actions, and how often each is drawn."""
 Slow = type[DiskJob] | tuple[()]
@@ -144,14 +148,55 @@ class History:
                 self._end_job(number, fails=not at and chance.random() < 0.1)
 
     def end_all_jobs(self, _chance: Random) -> None:
-        """All jobs end in their order, well."""
-        self._go_on()
+        """All jobs end in their order, well, and all that leaves in turns has left."""
+        self._sweep(10_000)
         for _ in range(10_000):
             if not self.disk.open:
                 break
             self._end_job(min(self.disk.open))
+            self._sweep(10_000)
+        assert not self.model.holes
         assert not self.disk.open, "jobs without an end"
         self.model.check_settled(self.table.disk.log)
+
+    def sweep(self, chance: Random) -> None:
+        """Some of what follows pages that left leaves too."""
+        self._sweep(chance.randint(1, 6))
+
+    def _sweep(self, steps: int) -> None:
+        self.table.residents.drop_orphans(steps)
+        self._go_on()
+        self.model.check()
+
+    def _nodes(self, tier: int) -> list[PrefixNode]:
+        """Runs on disk; ``tier``: 1 = those in memory too, 0 = the others."""
+        nodes = {id(one): one for space in self.names.spaces for one in space.index.values()}
+        return [one for one in nodes.values() if one.on_disk and (one.memory > 0) == tier]
+
+    def spill(self, chance: Random) -> None:
+        """Runs leave memory that are on disk too."""
+        for _ in range(chance.randint(1, 3)):
+            if nodes := self._nodes(1):
+                self.table.residents.release_memory(chance.choice(nodes))
+
+    def lose(self, chance: Random) -> None:
+        """A run leaves the disk, as when a reclaim finds no place for it; often with a tail."""
+        if nodes := self._nodes(0):
+            node = max(chance.choices(nodes, k=3), key=lambda one: one.count)
+            shard = chance.choice(list(node.place_columns))
+            self._continue(node, shard, chance)
+            self.world.disk.effects.append(LeftDisk(node.space, shard, node.keys, "reclaimed"))
+            apply_effects(self.table.residents)
+
+    def _continue(self, node: PrefixNode, shard: int, chance: Random) -> None:
+        """Put pages behind a run, as many as there may be."""
+        at, path = self.names.spaces.index(node.space), PATH_OF[node.key]
+        more = "".join(chance.choices("ab", k=DEPTH - len(path)))
+        if more:
+            of = at, path + more, self.names.shards[at].index(shard)
+            number = self._begin(chance, (of, len(path)))
+            if number is not None:
+                self._commit(number, chance)
 
     def rot(self, chance: Random) -> None:
         """The disk returns other bytes for a record than were written."""
@@ -171,9 +216,13 @@ class History:
         """Ask for slots, and take one's time to fill them."""
         self._begin(chance)
 
-    def _begin(self, chance: Random) -> int | None:
-        at, path, shard = self._choose(chance)
-        start = chance.choice((0, 0, 0, chance.randrange(len(path))))
+    def _begin(self, chance: Random, of: tuple[Page, int] | None = None) -> int | None:
+        """``of``: the last page, and how many before it are not put."""
+        if of is not None:
+            (at, path, shard), start = of
+        else:
+            at, path, shard = self._choose(chance)
+            start = chance.choice((0, 0, 0, chance.randrange(len(path))))
         if shard == WINDOW_SHARD:
             start = 0  # a page whose head is not known hangs nowhere for a while
         self.numbers += 1
@@ -195,6 +244,7 @@ class History:
                 case PageStatus.GRANTED:
                     assert page not in self.model.pages, "granted, and there"
                     assert page not in writing, "granted twice"
+                    assert page not in self.model.holes, "granted before pages that leave"
                     mine.append((page, next(granted)))
                 case PageStatus.NO_PARENT:
                     assert shard != WINDOW_SHARD
@@ -238,7 +288,8 @@ class History:
         """The writer gives up; pages behind its own, which others wrote, lose their head."""
         if self.model.puts:
             number = chance.choice(sorted(self.model.puts))
-            del self.model.puts[number]
+            for page in self.model.puts.pop(number).alive:
+                self.model.leave(page, "head_lost")
             self.model.may_leave.add("head_lost")
             self.table.abort_put(self.me, number)
 
@@ -384,12 +435,14 @@ class Case(NamedTuple):
         write: when pages are written to disk.
         in_flight_max: bytes that may be on their way there.
         slow: jobs of this kind end only with all others.
+        at_once: as :data:`~kvstore.state.table.residents.DROP_AT_ONCE`.
         steps: actions, each with the seed of its choices.
     """
 
     write: str
     in_flight_max: int
     slow: Slow
+    at_once: int
     steps: list[tuple[str, int]]
 
     def play(self) -> None:
@@ -398,9 +451,11 @@ class Case(NamedTuple):
         Raises:
             AssertionError, KVStoreError: the page table and the model differ.
         """
-        history = History(self.write, self.in_flight_max, self.slow)
-        for action, seed in self.steps:
-            history.act(action, Random(seed))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(residents, "DROP_AT_ONCE", self.at_once)
+            history = History(self.write, self.in_flight_max, self.slow)
+            for action, seed in self.steps:
+                history.act(action, Random(seed))
 
     def shortened(self, error: Exception) -> "Case":
         """A history of fewer steps that fails in the same way."""
@@ -435,7 +490,8 @@ def drawn(seed: int) -> Case:
     steps = [(chance.choice(DRAWN), chance.getrandbits(32)) for _ in range(STEPS)]
     write = chance.choice(("through", "back", "selective"))
     slow = chance.choice(((), (), DiskRead, DiskTombstone, DiskCopy, DiskWrite))
-    return Case(write, chance.choice((1 << 30, 20 << 10)), slow, steps)
+    in_flight_max = chance.choice((1 << 30, 20 << 10))
+    return Case(write, in_flight_max, slow, chance.choice((0, 0, 1, 128)), steps)
 
 
 @given(seed=st.integers(0, 2**32 - 1))
