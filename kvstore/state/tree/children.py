@@ -46,6 +46,30 @@ def first_page(node: "PrefixNode") -> "PrefixNode":
     return node.split(1) if node.count > 1 else node
 
 
+def deepen_some(moved: "dict[PrefixNode, Iterator[PrefixKey]]", most: int) -> None:
+    """Correct the depths of up to ``most`` nodes below those that were moved.
+
+    Until then those below are not as deep as they should be, each at least by as much as the node
+    above it.
+
+    Args:
+        moved: node → the first keys of those of its children that have not been looked at, whose
+            depth may not follow from its own. Of all other nodes it does, for all their children.
+        most: nodes to look at.
+    """
+    while moved and most > 0:
+        node, keys = moved.popitem()
+        for key in keys:
+            child, most = node.below.get(key), most - 1
+            if child is not None and child.depth != node.depth + child.count:
+                child.depth = node.depth + child.count
+                if child.below:
+                    moved[child] = iter(list(child.below))
+            if most <= 0:
+                moved[node] = keys
+                break
+
+
 def deepen(node: "PrefixNode") -> None:
     """Correct the depths below a node that was moved."""
     moved = [node]

@@ -18,12 +18,15 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvstore.protocol.page import DIGEST_BYTES, KEY_BYTES, PrefixKey, ShardSpec, SpaceIdentity
-from kvstore.state.tree.children import deepen
+from kvstore.state.tree.children import deepen_some
 from kvstore.state.tree.cold_keys import ColdKeys
 from kvstore.state.tree.columns import PLACE_COLUMN, SLOT_COLUMN
 from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.places import record_bytes
 
+DEPTHS_AT_ONCE = 128
+"""Maximum nodes whose depth is corrected when one page comes. Pages that are put last first, each
+with an unknown parent, would otherwise take time that grows with the square of their number."""
 PARTS: Final = 256
 """Parts of a large index; one for each value of a key's first byte, which is random."""
 SMALL: Final = 4096
@@ -265,6 +268,8 @@ class PrefixTree:
             dropped; see :mod:`kvstore.state.table.orphans`.
         departing: pages whose records of the shards of a mask leave the disk once those of all
             descendants have; none is written below them meanwhile.
+        moved: nodes with children whose depth may not follow from theirs, because a parent was
+            unknown for a time; see :func:`~kvstore.state.tree.children.deepen_some`.
         by_creation: the nodes of ``index`` in order of creation.
         shard_numbers: the position of each spec in ``shards``.
         needs: KV group → the window and the head size of all its shards.
@@ -288,6 +293,7 @@ class PrefixTree:
     writing: set[PrefixNode] = field(default_factory=set)
     holes: dict[PrefixNode, int] = field(default_factory=dict)
     departing: dict[PrefixNode, int] = field(default_factory=dict)
+    moved: dict[PrefixNode, Iterator[PrefixKey]] = field(default_factory=dict)
     by_creation: CreationOrder = field(default_factory=CreationOrder)
     shard_numbers: dict[ShardSpec, int] = field(default_factory=dict)
     needs: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -324,7 +330,10 @@ class PrefixTree:
         return found
 
     def hang_up(self, found: PrefixNode, parent: PrefixNode) -> None:
-        """Attach a node to its parent, which was unknown before."""
+        """Attach a node to its parent, which was unknown before.
+
+        The depths of all below it are corrected now and when further pages come.
+        """
         if found.above is self.root and parent is not self.root and not self._above(found, parent):
             del self.root.below[found.first]
             self.root.children_in_memory -= found.in_memory
@@ -333,8 +342,10 @@ class PrefixTree:
             self.changes += 1
             if found.in_memory:
                 found.count_above(1)
-            deepen(found)
-            assert found.depth == parent.depth + found.count
+            found.depth = parent.depth + found.count
+            if found.below:
+                self.moved[found] = iter(list(found.below))
+            deepen_some(self.moved, DEPTHS_AT_ONCE)
 
     def end(self, key: PrefixKey) -> PrefixNode | None:
         """The node whose last page has a key; None if there is none."""
@@ -490,7 +501,7 @@ class PrefixTree:
         assert parent is self.root or self.index[parent.key] is parent, node
         assert parent.below[node.first] is node, node
         assert node.present or node.below, ("a bare leaf should have been pruned", node)
-        assert node.depth == parent.depth + node.count, node
+        assert node.depth == parent.depth + node.count or parent in self.moved, node
         assert node.present == node.memory | node.on_disk, node
         assert (node in self.writing) == (node.present != node.ready), node
         assert not node.present & self.holes.get(node, 0), ("a page in a hole", node)
@@ -512,6 +523,8 @@ class PrefixTree:
 
     def add_run(self, keys: list[PrefixKey], parent: PrefixNode) -> PrefixNode:
         """Create a node of consecutive pages; no page has one of their keys yet."""
+        if self.moved:
+            deepen_some(self.moved, DEPTHS_AT_ONCE)
         node = PrefixNode(self, b"".join(keys), parent, len(keys))
         self.index.put(keys, node)
         self.by_creation.add(node)
@@ -526,12 +539,24 @@ class PrefixTree:
         node.above = None
 
     def _above(self, node: PrefixNode, other: PrefixNode) -> bool:
-        """Whether ``node`` is ``other`` or its ancestor (forged parents could form a cycle)."""
+        """Whether ``node`` is ``other`` or its ancestor (forged parents could form a cycle).
+
+        This walks up from ``other`` and, at the same time, through all below ``node``: one of them
+        is nearly always short.
+        """
         at: PrefixNode | None = other
-        while at is not None:
+        below: list[Iterator[PrefixNode]] = [iter([node])]
+        while at is not None and below:
             if at is node:
                 return True
             at = at.above
+            child = next(below[-1], None)
+            if child is None:
+                below.pop()
+            elif child is other:
+                return True
+            else:
+                below.append(iter(child.below.values()))
         return False
 
 
