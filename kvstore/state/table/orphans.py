@@ -41,8 +41,10 @@ def leave_hole(node: PrefixNode, shard: int, cause: str) -> Orphans:
     A hole is one page, so that a lookup finds it by its depth, and no split leaves a part of it
     behind. The node's other pages cannot be put before the hole is filled: they have no parent.
     """
+    assert not node.space.shards[shard].window_pages, ("what follows it can be reached", node)
     top = first_page(node)
     holes = top.space.holes
+    assert top.count == 1, top
     holes[top] = holes.get(top, 0) | 1 << shard
     return Orphans(top, shard, cause, tails_first(node, shard))
 

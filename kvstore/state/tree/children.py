@@ -61,6 +61,7 @@ def deepen_some(moved: "dict[PrefixNode, Iterator[PrefixKey]]", most: int) -> No
         node, keys = moved.popitem()
         for key in keys:
             child, most = node.below.get(key), most - 1
+            assert child is None or child.above is node, node
             if child is not None and child.depth != node.depth + child.count:
                 child.depth = node.depth + child.count
                 if child.below:

@@ -335,6 +335,7 @@ class PrefixTree:
         The depths of all below it are corrected now and when further pages come.
         """
         if found.above is self.root and parent is not self.root and not self._above(found, parent):
+            assert is_live(parent), parent
             del self.root.below[found.first]
             self.root.children_in_memory -= found.in_memory
             self.root.children_on_disk -= found.nears_disk
