@@ -78,3 +78,25 @@ def deepen(node: "PrefixNode") -> None:
         assert at.above is not None, node
         at.depth = at.above.depth + at.count
         moved.extend(at.below.values())
+
+
+def is_above(node: "PrefixNode", other: "PrefixNode") -> bool:
+    """Whether ``node`` is ``other`` or its ancestor (forged parents could form a cycle).
+
+    This walks up from ``other`` and, at the same time, through all below ``node``: one of them
+    is nearly always short.
+    """
+    at: "PrefixNode | None" = other
+    below: "list[Iterator[PrefixNode]]" = [iter([node])]
+    while at is not None and below:
+        if at is node:
+            return True
+        at = at.above
+        child = next(below[-1], None)
+        if child is None:
+            below.pop()
+        elif child is other:
+            return True
+        else:
+            below.append(iter(child.below.values()))
+    return False

@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvstore.protocol.page import DIGEST_BYTES, KEY_BYTES, PrefixKey, ShardSpec, SpaceIdentity
-from kvstore.state.tree.children import deepen_some
+from kvstore.protocol.page import PrefixKey, ShardSpec, SpaceIdentity
+from kvstore.state.tree.children import deepen_some, is_above
 from kvstore.state.tree.cold_keys import ColdKeys
-from kvstore.state.tree.columns import PLACE_COLUMN, SLOT_COLUMN
+from kvstore.state.tree.column_checks import check_columns
 from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.places import record_bytes
 
@@ -334,7 +334,7 @@ class PrefixTree:
 
         The depths of all below it are corrected now and when further pages come.
         """
-        if found.above is self.root and parent is not self.root and not self._above(found, parent):
+        if found.above is self.root and parent is not self.root and not is_above(found, parent):
             assert is_live(parent), parent
             del self.root.below[found.first]
             self.root.children_in_memory -= found.in_memory
@@ -410,7 +410,7 @@ class PrefixTree:
             return False
         if position or known.above is not self.root or known.present & self.full_mask:
             return True
-        return self._above(known, above)
+        return is_above(known, above)
 
     def prune(self, node: PrefixNode) -> PrefixNode:
         """Remove ``node`` and its ancestors, as long as they have no pages and no children.
@@ -506,7 +506,7 @@ class PrefixTree:
         assert node.present == node.memory | node.on_disk, node
         assert (node in self.writing) == (node.present != node.ready), node
         assert not node.present & self.holes.get(node, 0), ("a page in a hole", node)
-        _check_columns(node)
+        check_columns(node)
         _check_children(node)
         assert node.present >> len(self.shards) == 0, node
         assert not node.memory_only & ~node.ready, ("only a READY page is kept for a time", node)
@@ -538,27 +538,6 @@ class PrefixTree:
         self.index.discard(node)
         self.by_creation.remove(node)
         node.above = None
-
-    def _above(self, node: PrefixNode, other: PrefixNode) -> bool:
-        """Whether ``node`` is ``other`` or its ancestor (forged parents could form a cycle).
-
-        This walks up from ``other`` and, at the same time, through all below ``node``: one of them
-        is nearly always short.
-        """
-        at: PrefixNode | None = other
-        below: list[Iterator[PrefixNode]] = [iter([node])]
-        while at is not None and below:
-            if at is node:
-                return True
-            at = at.above
-            child = next(below[-1], None)
-            if child is None:
-                below.pop()
-            elif child is other:
-                return True
-            else:
-                below.append(iter(child.below.values()))
-        return False
 
 
 class SinglePages(Mapping[PrefixKey, PrefixNode]):
@@ -608,27 +587,6 @@ def _work_of(node: PrefixNode) -> int:
     columns = 1 + len(node.slot_columns) + len(node.place_columns)
     children = len(node.below) // 4 if len(node.below) <= CHILDREN_MAX else 0
     return 4 + node.count * columns + children
-
-
-def _check_columns(node: PrefixNode) -> None:
-    """Assert that each page has a key, and its part of each column."""
-    index, count = node.space.index, node.count
-    assert count == 1 or len(node.keys) == count * KEY_BYTES, node
-    for at in range(0, len(node.keys), KEY_BYTES):
-        assert index[PrefixKey(node.keys[at : at + KEY_BYTES])] is node, node
-    assert not node.cold or not node.memory, node
-    assert node.memory == sum(1 << shard for shard in node.slot_columns), node
-    assert node.on_disk == sum(1 << shard for shard in node.place_columns), node
-    assert node.ready == sum(1 << shard for shard in node.digest_columns), node
-    assert all(len(one) == count * SLOT_COLUMN for one in node.slot_columns.values()), node
-    assert all(len(one) == count * PLACE_COLUMN for one in node.place_columns.values()), node
-    if count > 1:
-        assert all(len(one) == count * DIGEST_BYTES for one in node.digest_columns.values()), node
-        assert not node.pins, ("a pin is of single pages", node)
-        assert not node.memory_only, ("what is kept for a time are single pages", node)
-    if node.tokens:
-        assert node.memory, node
-        assert len(node.tokens) == count * node.space.token_bytes, node
 
 
 def _check_children(node: PrefixNode) -> None:
