@@ -86,8 +86,8 @@ def is_above(node: "PrefixNode", other: "PrefixNode") -> bool:
     This walks up from ``other`` and, at the same time, through all below ``node``: one of them
     is nearly always short.
     """
-    at: "PrefixNode | None" = other
-    below: "list[Iterator[PrefixNode]]" = [iter([node])]
+    at: PrefixNode | None = other
+    below: list[Iterator[PrefixNode]] = [iter([node])]
     while at is not None and below:
         if at is node:
             return True
