@@ -390,7 +390,8 @@ class CopyJobs:
 
 def _chain_to(node: PrefixNode, key: PrefixKey) -> bytes:
     """The keys of the chain up to one page of a node."""
-    return chain_keys(node)[: (node.first_depth + node.position(key)) * KEY_BYTES]
+    keys = chain_keys(node)
+    return keys[: len(keys) - (node.count - 1 - node.position(key)) * KEY_BYTES]
 
 
 def _no_such(copier: Copier) -> Refusal:

@@ -17,7 +17,7 @@ Page = tuple[int, str, int]
 """Space, path, shard."""
 SHARDS: tuple[ShardSpec, ...] = (FULL, FULL_2, WINDOW)
 WINDOW_SHARD, WINDOW_PAGES = 2, WINDOW.window_pages
-DEPTH = 7
+DEPTH = 9
 PATH_OF: dict[PrefixKey, str] = {
     key(path): path
     for length in range(DEPTH + 1)

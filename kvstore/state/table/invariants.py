@@ -14,7 +14,7 @@ from kvstore.state.choice.eviction import classes
 from kvstore.state.disk.pages import DiskPages
 from kvstore.state.table.pages import PageTable
 from kvstore.state.tree.columns import SLOT_COLUMN, unpack_places
-from kvstore.state.tree.node import PrefixNode, is_live
+from kvstore.state.tree.node import RUN_PAGES_MAX, PrefixNode, is_live
 from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.slots import Slot, SlotState
 
@@ -90,6 +90,7 @@ def _check_holes(table: PageTable, space: PrefixTree) -> None:
         departing = {(one.top, one.shard) for one in orphans if one.records}
         for node, mask in space.holes.items():
             assert is_live(node), node
+            assert node.count == 1, node
             assert mask & ~space.full_mask == 0, node
             shards = [shard for shard in range(mask.bit_length()) if mask >> shard & 1]
             assert shards, ("a hole of no shard", node)
@@ -117,8 +118,24 @@ def _check_memory(table: PageTable, node: PrefixNode) -> None:
     assert head is not None, node
     if head is not node.space.root:
         alone = node.present & ~head.present & node.space.full_mask
-        alone &= ~node.space.holes.get(head, 0)
+        alone = alone and alone & ~_left_first(head, alone)
         assert not alone, ("a page whose head is gone: nobody reaches it", node)
+
+
+def _left_first(head: PrefixNode, missing: int) -> int:
+    """Of shards that a page lacks, those of a run that has left before what follows it.
+
+    The first page of such a run is a hole.
+    """
+    found, left, at = 0, missing, head
+    for _ in range(RUN_PAGES_MAX):
+        left &= ~at.present
+        found |= left & at.space.holes.get(at, 0)
+        left &= ~found
+        if not left or at.above is None:
+            break
+        at = at.above
+    return found
 
 
 def _has_slot(node: PrefixNode, slot: Slot) -> bool:
@@ -138,5 +155,5 @@ def _check_disk(disk: DiskPages, node: PrefixNode) -> None:
             assert segment is not None, node
             assert segment.pages.key_at(place.offset) == node.key_at(number), node
             assert place.offset < segment.end, node
-        follows = head.on_disk >> shard & 1 or of.holes.get(head, 0) >> shard & 1
+        follows = head.on_disk >> shard & 1 or _left_first(head, 1 << shard)
         assert head is of.root or follows or of.shards[shard].window_pages, node

@@ -2,7 +2,8 @@
 
 A page can have a hundred thousand descendants, too many for one turn. The page itself is a miss at
 once: its node stays as a **hole** (:attr:`PrefixTree.holes`), which no hit crosses and no put
-fills, until all its descendants have been dropped, some in each turn.
+fills, until all its descendants have been dropped, some in each turn. Of a run that is dropped, the
+first page is the hole.
 
 A page whose record is given up can have as many descendants on disk. Its record leaves last: until
 then the page is **departing** (:attr:`PrefixTree.departing`), and what is on disk can be reached.
@@ -32,6 +33,28 @@ class Orphans(NamedTuple):
     cause: str
     walk: Iterator[PrefixNode | None]
     records: bool = False
+
+
+def leave_hole(node: PrefixNode, shard: int, cause: str) -> Orphans:
+    """Make the first page of a node a hole; the caller drops the pages of the node.
+
+    A hole is one page, so that a lookup finds it by its depth, and no split leaves a part of it
+    behind. The node's other pages cannot be put before the hole is filled: they have no parent.
+    """
+    assert not node.space.shards[shard].window_pages, ("what follows it can be reached", node)
+    top = first_page(node)
+    holes = top.space.holes
+    assert top.count == 1, top
+    holes[top] = holes.get(top, 0) | 1 << shard
+    return Orphans(top, shard, cause, tails_first(node, shard))
+
+
+def depart(top: PrefixNode, shard: int, cause: str) -> Orphans:
+    """Make a page departing."""
+    assert top.count == 1, ("part of it could be split off, and stay", top)
+    departing = top.space.departing
+    departing[top] = departing.get(top, 0) | 1 << shard
+    return Orphans(top, shard, cause, records_tails_first(top, shard), records=True)
 
 
 def tails_first(top: PrefixNode, shard: int) -> Iterator[PrefixNode | None]:

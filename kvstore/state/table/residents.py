@@ -22,10 +22,10 @@ from kvstore.state.metering import Meter
 from kvstore.state.table.draining import Draining
 from kvstore.state.table.orphans import (
     Orphans,
+    depart,
     few_records,
-    records_tails_first,
+    leave_hole,
     subtree,
-    tails_first,
 )
 from kvstore.state.table.runs import Owners, missing_pages, nodes_of
 from kvstore.state.tree.actions import (
@@ -202,10 +202,12 @@ class Residents:
         """Drop the READY pages of a node, and their descendants; how many were looked at."""
         if not node.ready >> shard & 1:
             return 0
-        in_memory, self.ghosts.head = node.in_memory, node.key
+        in_memory, above, self.ghosts.head = node.in_memory, node.above, node.key
         looked = node.count + self.drop_below(node, shard, cause)
         self.ghosts.head = PrefixKey(b"")
         self._drop_ready(node, shard, cause)
+        if node.above is not above and node.above is not None:  # its first page is a hole now
+            self._drop_ready(node.above, shard, cause)
         assert not node.present >> shard & 1, node
         self.tidy(node, left_memory=in_memory)
         return looked
@@ -225,9 +227,8 @@ class Residents:
         most = max(1, DROP_AT_ONCE - looked)
         found = subtree(node, most=most)
         if len(found) > most:
-            node.space.holes[node] = node.space.holes.get(node, 0) | 1 << shard
-            self.story.tell("hole", node, shard)
-            self.orphans.append(Orphans(node, shard, cause, tails_first(node, shard)))
+            self.orphans.append(leave_hole(node, shard, cause))
+            self.story.tell("hole", self.orphans[-1].top, shard)
         else:
             for below in reversed(found[1:]):
                 self._drop_orphan(below, shard, cause)
@@ -308,13 +309,9 @@ class Residents:
 
     def _depart(self, node: PrefixNode, shard: int, cause: str) -> None:
         """Give up the records of a page and of its descendants in later turns."""
-        assert node.count == 1, ("part of it could be split off, and stay", node)
-        departing, bit = node.space.departing, 1 << shard
-        if not departing.get(node, 0) & bit:
-            departing[node] = departing.get(node, 0) | bit
+        if not node.space.departing.get(node, 0) >> shard & 1:
+            self.orphans.append(depart(node, shard, cause))
             self.story.tell("departing", node, shard)
-            walk = records_tails_first(node, shard)
-            self.orphans.append(Orphans(node, shard, cause, walk, records=True))
 
     def _lose_records(
         self, walk: Iterator[PrefixNode | None], shard: int, cause: str, most: int

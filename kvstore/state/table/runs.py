@@ -262,15 +262,14 @@ def _missing_above(space: PrefixTree, mask: int, packed: bytes, pages: int) -> i
 
 def begin_pages(
     space: PrefixTree, shard: int, keys: list[PrefixKey], slots: list[Slot], parent: PrefixKey,
-    tokens: bytes, head: PrefixNode | None = None, *, unknown: bool = False,
+    tokens: bytes, above: PrefixNode | None = None, *, unknown: bool = False,
 ) -> None:  # fmt: skip
     """Start to write new consecutive pages, in as few nodes as possible.
 
-    ``head``: the node that ends with ``parent``, if it is known; ``unknown``: no node has any of
+    ``above``: the node that ends with ``parent``, if it is known; ``unknown``: no node has any of
     their keys.
     """
     at, packed, each = 0, b"" if unknown else b"".join(keys), len(tokens) // len(keys)
-    above = head
     if above is None or above is space.root or not is_live(above):
         above = (space.end(parent) or space.add(parent, space.root)) if parent else space.root
     assert not parent or above.keys.endswith(parent), above

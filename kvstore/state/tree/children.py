@@ -46,6 +46,31 @@ def first_page(node: "PrefixNode") -> "PrefixNode":
     return node.split(1) if node.count > 1 else node
 
 
+def deepen_some(moved: "dict[PrefixNode, Iterator[PrefixKey]]", most: int) -> None:
+    """Correct the depths of up to ``most`` nodes below those that were moved.
+
+    Until then those below are not as deep as they should be, each at least by as much as the node
+    above it.
+
+    Args:
+        moved: node → the first keys of those of its children that have not been looked at, whose
+            depth may not follow from its own. Of all other nodes it does, for all their children.
+        most: nodes to look at.
+    """
+    while moved and most > 0:
+        node, keys = moved.popitem()
+        for key in keys:
+            child, most = node.below.get(key), most - 1
+            assert child is None or child.above is node, node
+            if child is not None and child.depth != node.depth + child.count:
+                child.depth = node.depth + child.count
+                if child.below:
+                    moved[child] = iter(list(child.below))
+            if most <= 0:
+                moved[node] = keys
+                break
+
+
 def deepen(node: "PrefixNode") -> None:
     """Correct the depths below a node that was moved."""
     moved = [node]
@@ -53,3 +78,25 @@ def deepen(node: "PrefixNode") -> None:
         assert at.above is not None, node
         at.depth = at.above.depth + at.count
         moved.extend(at.below.values())
+
+
+def is_above(node: "PrefixNode", other: "PrefixNode") -> bool:
+    """Whether ``node`` is ``other`` or its ancestor (forged parents could form a cycle).
+
+    This walks up from ``other`` and, at the same time, through all below ``node``: one of them
+    is nearly always short.
+    """
+    at: PrefixNode | None = other
+    below: list[Iterator[PrefixNode]] = [iter([node])]
+    while at is not None and below:
+        if at is node:
+            return True
+        at = at.above
+        child = next(below[-1], None)
+        if child is None:
+            below.pop()
+        elif child is other:
+            return True
+        else:
+            below.append(iter(child.below.values()))
+    return False

@@ -17,13 +17,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvstore.protocol.page import DIGEST_BYTES, KEY_BYTES, PrefixKey, ShardSpec, SpaceIdentity
-from kvstore.state.tree.children import deepen
+from kvstore.protocol.page import PrefixKey, ShardSpec, SpaceIdentity
+from kvstore.state.tree.children import deepen_some, is_above
 from kvstore.state.tree.cold_keys import ColdKeys
-from kvstore.state.tree.columns import PLACE_COLUMN, SLOT_COLUMN
+from kvstore.state.tree.column_checks import check_columns
 from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.places import record_bytes
 
+DEPTHS_AT_ONCE = 128
+"""Maximum nodes whose depth is corrected when one page comes. Pages that are put last first, each
+with an unknown parent, would otherwise take time that grows with the square of their number."""
 PARTS: Final = 256
 """Parts of a large index; one for each value of a key's first byte, which is random."""
 SMALL: Final = 4096
@@ -265,6 +268,8 @@ class PrefixTree:
             dropped; see :mod:`kvstore.state.table.orphans`.
         departing: pages whose records of the shards of a mask leave the disk once those of all
             descendants have; none is written below them meanwhile.
+        moved: nodes with children whose depth may not follow from theirs, because a parent was
+            unknown for a time; see :func:`~kvstore.state.tree.children.deepen_some`.
         by_creation: the nodes of ``index`` in order of creation.
         shard_numbers: the position of each spec in ``shards``.
         needs: KV group → the window and the head size of all its shards.
@@ -288,6 +293,7 @@ class PrefixTree:
     writing: set[PrefixNode] = field(default_factory=set)
     holes: dict[PrefixNode, int] = field(default_factory=dict)
     departing: dict[PrefixNode, int] = field(default_factory=dict)
+    moved: dict[PrefixNode, Iterator[PrefixKey]] = field(default_factory=dict)
     by_creation: CreationOrder = field(default_factory=CreationOrder)
     shard_numbers: dict[ShardSpec, int] = field(default_factory=dict)
     needs: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -324,8 +330,12 @@ class PrefixTree:
         return found
 
     def hang_up(self, found: PrefixNode, parent: PrefixNode) -> None:
-        """Attach a node to its parent, which was unknown before."""
-        if found.above is self.root and parent is not self.root and not self._above(found, parent):
+        """Attach a node to its parent, which was unknown before.
+
+        The depths of all below it are corrected now and when further pages come.
+        """
+        if found.above is self.root and parent is not self.root and not is_above(found, parent):
+            assert is_live(parent), parent
             del self.root.below[found.first]
             self.root.children_in_memory -= found.in_memory
             self.root.children_on_disk -= found.nears_disk
@@ -333,8 +343,10 @@ class PrefixTree:
             self.changes += 1
             if found.in_memory:
                 found.count_above(1)
-            deepen(found)
-            assert found.depth == parent.depth + found.count
+            found.depth = parent.depth + found.count
+            if found.below:
+                self.moved[found] = iter(list(found.below))
+            deepen_some(self.moved, DEPTHS_AT_ONCE)
 
     def end(self, key: PrefixKey) -> PrefixNode | None:
         """The node whose last page has a key; None if there is none."""
@@ -398,7 +410,7 @@ class PrefixTree:
             return False
         if position or known.above is not self.root or known.present & self.full_mask:
             return True
-        return self._above(known, above)
+        return is_above(known, above)
 
     def prune(self, node: PrefixNode) -> PrefixNode:
         """Remove ``node`` and its ancestors, as long as they have no pages and no children.
@@ -490,11 +502,11 @@ class PrefixTree:
         assert parent is self.root or self.index[parent.key] is parent, node
         assert parent.below[node.first] is node, node
         assert node.present or node.below, ("a bare leaf should have been pruned", node)
-        assert node.depth == parent.depth + node.count, node
+        assert node.depth == parent.depth + node.count or parent in self.moved, node
         assert node.present == node.memory | node.on_disk, node
         assert (node in self.writing) == (node.present != node.ready), node
         assert not node.present & self.holes.get(node, 0), ("a page in a hole", node)
-        _check_columns(node)
+        check_columns(node)
         _check_children(node)
         assert node.present >> len(self.shards) == 0, node
         assert not node.memory_only & ~node.ready, ("only a READY page is kept for a time", node)
@@ -512,6 +524,8 @@ class PrefixTree:
 
     def add_run(self, keys: list[PrefixKey], parent: PrefixNode) -> PrefixNode:
         """Create a node of consecutive pages; no page has one of their keys yet."""
+        if self.moved:
+            deepen_some(self.moved, DEPTHS_AT_ONCE)
         node = PrefixNode(self, b"".join(keys), parent, len(keys))
         self.index.put(keys, node)
         self.by_creation.add(node)
@@ -524,15 +538,6 @@ class PrefixTree:
         self.index.discard(node)
         self.by_creation.remove(node)
         node.above = None
-
-    def _above(self, node: PrefixNode, other: PrefixNode) -> bool:
-        """Whether ``node`` is ``other`` or its ancestor (forged parents could form a cycle)."""
-        at: PrefixNode | None = other
-        while at is not None:
-            if at is node:
-                return True
-            at = at.above
-        return False
 
 
 class SinglePages(Mapping[PrefixKey, PrefixNode]):
@@ -582,27 +587,6 @@ def _work_of(node: PrefixNode) -> int:
     columns = 1 + len(node.slot_columns) + len(node.place_columns)
     children = len(node.below) // 4 if len(node.below) <= CHILDREN_MAX else 0
     return 4 + node.count * columns + children
-
-
-def _check_columns(node: PrefixNode) -> None:
-    """Assert that each page has a key, and its part of each column."""
-    index, count = node.space.index, node.count
-    assert count == 1 or len(node.keys) == count * KEY_BYTES, node
-    for at in range(0, len(node.keys), KEY_BYTES):
-        assert index[PrefixKey(node.keys[at : at + KEY_BYTES])] is node, node
-    assert not node.cold or not node.memory, node
-    assert node.memory == sum(1 << shard for shard in node.slot_columns), node
-    assert node.on_disk == sum(1 << shard for shard in node.place_columns), node
-    assert node.ready == sum(1 << shard for shard in node.digest_columns), node
-    assert all(len(one) == count * SLOT_COLUMN for one in node.slot_columns.values()), node
-    assert all(len(one) == count * PLACE_COLUMN for one in node.place_columns.values()), node
-    if count > 1:
-        assert all(len(one) == count * DIGEST_BYTES for one in node.digest_columns.values()), node
-        assert not node.pins, ("a pin is of single pages", node)
-        assert not node.memory_only, ("what is kept for a time are single pages", node)
-    if node.tokens:
-        assert node.memory, node
-        assert len(node.tokens) == count * node.space.token_bytes, node
 
 
 def _check_children(node: PrefixNode) -> None:

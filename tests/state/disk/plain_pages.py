@@ -13,14 +13,15 @@ from kvstore.state.disk.jobs import Durable
 from kvstore.state.disk.log import SegmentLog
 from kvstore.state.table.pages import PageTable
 from kvstore.state.tree.actions import Abandoned, Removed, Stored, TierRemoved, TierStored
+from kvstore.state.tree.match import longest_match
 from kvstore.state.tree.node import PrefixNode, Retention
 from kvstore.state.tree.places import Tier
 from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.sessions import Process
 from kvstore.state.tree.slots import Slot
 from tests.state.disk.plain_files import Content, PlainFiles
-from tests.state.single_pages import PATH_OF, SHARDS, WINDOW_SHARD, Page, slot_of
-from tests.state.world import identity, key
+from tests.state.single_pages import PATH_OF, SHARDS, WINDOW_SHARD, Page, longest, slot_of
+from tests.state.world import chain, identity, key
 
 MODELS = (identity(), identity(model="other"))
 BURIED = ("operator", "cleared", "corrupt")
@@ -96,6 +97,7 @@ class PlainPages:
         buried: what was taken out on purpose and no sync is waited for yet.
         gone: what was, and is acknowledged: no start may find it.
         may_leave: causes of removals that somebody gave reason for.
+        holes: pages that left before pages behind them, which leave in later turns → causes.
     """
 
     names: Names
@@ -110,6 +112,7 @@ class PlainPages:
     buried: set[Page] = field(default_factory=set)
     gone: set[Page] = field(default_factory=set)
     may_leave: set[str] = field(default_factory=set)
+    holes: dict[Page, set[str]] = field(default_factory=dict)
     _syncing: list[tuple[Durable, set[Page]]] = field(default_factory=list)
     _burying: list[tuple[Durable, set[Page]]] = field(default_factory=list)
 
@@ -168,6 +171,8 @@ class PlainPages:
             assert kept.tiers == set(action.tiers)
             self.durable.discard(page)
             number, path, shard = page
+            if action.cause in self.leave(page, action.cause):
+                continue  # with a page before it
             heads = [self.pages.get((number, path[:end], shard)) for end in range(1, len(path))]
             keeps = [kept.keep, *(head.keep for head in heads if head is not None)]
             match action.cause:
@@ -183,8 +188,29 @@ class PlainPages:
                     assert any(one.tiers == {"ssd"} for one in chain), "what is in memory stays"
                 case cause:
                     assert cause in self.may_leave, f"{page} has left: {cause}"
-            if action.cause in BURIED:
-                self.buried.add(page)
+
+    def leave(self, page: Page, cause: str) -> set[str]:
+        """A page has left; returns why those before it did whose followers leave in turns."""
+        number, path, shard = page
+        if cause in BURIED:
+            self.buried.add(page)
+        if shard == WINDOW_SHARD:
+            return set()
+        behind = self._behind(page)
+        self.durable -= behind  # a start finds none of them
+        if behind:
+            self.holes.setdefault(page, set()).add(cause)
+        heads = [(number, path[:end], shard) for end in range(1, len(path))]
+        return set[str]().union(*(self.holes.get(head, ()) for head in heads))
+
+    def _behind(self, head: Page) -> set[Page]:
+        """The pages of a shard that follow a page."""
+        number, path, shard = head
+        return {
+            page
+            for page in self.pages.keys() | self.writing()
+            if page[0] == number and page[2] == shard and page[1].startswith(path) and page != head
+        }
 
     def _abandoned(self, action: Abandoned) -> None:
         """The action does not say of which shard; the tree does."""
@@ -192,8 +218,10 @@ class PlainPages:
         gone = {PATH_OF[name] for name in action.keys}
         for put in self.puts.values():
             for page, slot in put.pages:
-                if page[0] == at and page[1] in gone and self.names.slot(page) != slot:
+                left = page in put.alive and page[0] == at and page[1] in gone
+                if left and self.names.slot(page) != slot:
                     put.alive.discard(page)
+                    self.leave(page, "head_lost")
 
     # ---- promises -----------------------------------------------------------------------------
 
@@ -255,7 +283,9 @@ class PlainPages:
                             self._check_page((*page[:2], shard), node, number, position)
         assert found == self.pages.keys()
         assert present == found | self.writing()
+        self.holes = {page: causes for page, causes in self.holes.items() if self._behind(page)}
         self._check_closed(present)
+        self._check_lookups(present)
         for lease in self.leases.values():
             for slot, content in lease.slots:
                 assert self.content[slot] == content, "what is lent changed"
@@ -280,10 +310,22 @@ class PlainPages:
             record = self.files.at(node.place_at(shard, position))
             assert record.content == (page, kept.digest)
 
+    def _check_lookups(self, present: set[Page]) -> None:
+        """Assert that a lookup finds no page behind one that has left before it."""
+        for page in {page for head in self.holes for page in self._behind(head)}:
+            at, path, shard = page
+            number, packed = self.names.shards[at][shard], b"".join(chain(path))
+            match = longest_match(self.names.spaces[at], [number], packed)
+            assert match.pages == longest(self.pages, at, path, [shard])
+            assert match.pages + match.pending == longest(present, at, path, [shard])
+
     def _check_closed(self, present: set[Page]) -> None:
         on_disk = {page for page, kept in self.pages.items() if "ssd" in kept.tiers}
         for number, path, shard in present:
             if shard != WINDOW_SHARD and len(path) > 1:
                 head = (number, path[:-1], shard)
+                if head in self.holes:
+                    assert head not in present, "filled before what followed it has left"
+                    continue
                 assert head in present, f"{path} lost its head"
                 assert (number, path, shard) not in on_disk or head in on_disk, "on disk without it"

@@ -9,11 +9,12 @@ from kvstore.state.disk.jobs import DiskCheck, DiskDrop, DiskJob, DiskSync, Disk
 from kvstore.state.table import residents
 from kvstore.state.table.invariants import check
 from kvstore.state.table.residents import DROP_AT_ONCE
+from kvstore.state.table.runs import leading_ready
 from kvstore.state.tree.actions import PageStatus, Removed, TierRemoved
-from kvstore.state.tree.node import is_live
+from kvstore.state.tree.node import PrefixNode, is_live
 from tests.state.disk.disk_world import DiskWorld
 from tests.state.disk.test_disk_limits import LimitedWorld
-from tests.state.world import chain, key
+from tests.state.world import FULL, FULL_2, chain, key
 
 HEAD = "head"
 BRANCHES = [HEAD + one + "xyz" for one in "0123456789"]
@@ -249,3 +250,80 @@ def test_what_is_on_disk_can_be_reached_at_every_moment(seed: int, monkeypatch: 
     assert departed > 0
     assert not world.mine.departing
     assert not world.mine.holes
+
+
+TAIL = "0123456789"
+
+
+def a_run_with_a_tail(world: DiskWorld) -> PrefixNode:
+    """Two pages in memory; behind them a run of four, only on disk; behind it ten in memory."""
+    world.store(world.me, world.mine, "ab")
+    world.store(world.me, world.mine, "ab" + HEAD, start=2)
+    run = leading_ready(world.mine, b"".join(chain("ab" + HEAD)), 0)
+    world.table.tiers.make_durable(run, 0)
+    world.end_all()
+    assert world.table.residents.release_memory(run[-1])
+    world.store(world.me, world.mine, "ab" + HEAD + TAIL, start=6)
+    check(world.table)
+    assert run[-1].count == 4
+    return run[-1]
+
+
+@pytest.fixture
+def back(monkeypatch: pytest.MonkeyPatch) -> DiskWorld:
+    """A node that writes to disk what leaves memory, and drops two pages at once."""
+    monkeypatch.setattr(residents, "DROP_AT_ONCE", 2)
+    return DiskWorld(write="back", extents=8)
+
+
+def test_a_run_that_leaves_before_its_tail_is_missed_from_its_first_page_on(back: DiskWorld):
+    run = a_run_with_a_tail(back)
+    assert back.lookup(back.mine, "ab" + HEAD + TAIL) == (16, 0)
+
+    back.lose(run, 0)
+
+    while back.table.residents.orphans:
+        check(back.table)
+        assert back.lookup(back.mine, "ab" + HEAD + TAIL) == (2, 0)
+        back.table.residents.drop_orphans(3)
+    assert back.lookup(back.mine, "ab" + HEAD + TAIL) == (2, 0)
+    assert not back.mine.holes
+    assert (
+        back.removed("reclaimed")
+        == chain("ab" + HEAD, 2)[::-1] + chain("ab" + HEAD + TAIL, 6)[::-1]
+    )
+
+
+def test_no_page_of_a_run_that_left_is_put_until_its_tail_has_left(back: DiskWorld):
+    run = a_run_with_a_tail(back)
+    back.lose(run, 0)
+
+    for start in range(2, 6):
+        refusal = PageStatus.NO_ROOM if start == 2 else PageStatus.NO_PARENT
+        put = back.store(back.me, back.mine, "ab" + HEAD, start=start)
+        assert put == [refusal] * (6 - start)
+    back.mine.listed(0)  # this splits what is left of the run
+    check(back.table)
+    assert back.lookup(back.mine, "ab" + HEAD + TAIL) == (2, 0)
+    back.table.residents.drop_orphans(1000)
+    check(back.table)
+
+    assert back.store(back.me, back.mine, "ab" + HEAD, start=2) == [PageStatus.GRANTED] * 4
+    assert back.lookup(back.mine, "ab" + HEAD + TAIL) == (6, 0)
+
+
+def test_a_run_that_left_keeps_the_pages_of_another_rank(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(residents, "DROP_AT_ONCE", 2)
+    world = DiskWorld(write="back", extents=16)
+    space = world.mine = world.space(world.me, [FULL, FULL_2])
+    a_run_with_a_tail(world)
+    world.store(world.me, space, "ab" + HEAD + TAIL, shard=1)
+    run = space.index[key("ab" + HEAD)]
+
+    world.lose(run, 0)
+    world.table.residents.drop_orphans(1000)
+    check(world.table)
+
+    assert world.lookup(space, "ab" + HEAD + TAIL, [1]) == (16, 0)
+    assert world.lookup(space, "ab" + HEAD + TAIL, [0]) == (2, 0)
+    assert world.store(world.me, space, "ab" + HEAD, start=2) == [PageStatus.GRANTED] * 4

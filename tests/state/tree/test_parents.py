@@ -4,15 +4,23 @@ Keys are hashes of all before them, but it is engines that make them, and files 
 """
 
 from dataclasses import replace
+from random import Random
+from typing import Any
 
 import pytest
 
 from kvstore.state.table.adopt import adopt
 from kvstore.state.table.invariants import check
+from kvstore.state.tree import prefix_tree
 from kvstore.state.tree.actions import PageStatus
+from kvstore.state.tree.node import PrefixNode
+from kvstore.state.tree.prefix_tree import PrefixTree
+from kvstore.state.tree.sessions import Process
 from tests.state.disk.disk_world import DiskWorld
 from tests.state.table.test_adopt import found
-from tests.state.world import FULL, FULL_2, WINDOW, World, identity, key
+from tests.state.world import FULL, FULL_2, WINDOW, World, chain, identity, key
+
+WINDOW_AT = 1
 
 
 @pytest.fixture
@@ -144,3 +152,100 @@ def test_a_page_is_refused_behind_an_unknown_one_between_it_and_the_page_before_
 
     assert statuses == [PageStatus.GRANTED, PageStatus.GRANTED, PageStatus.NO_PARENT]
     assert world.table.counts["contradicting_pages"] == 1
+
+
+def depths_set(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The depths that nodes get from now on."""
+    found: list[int] = []
+    depth: Any = PrefixNode.__dict__["depth"]
+
+    def set_depth(node: PrefixNode, to: int) -> None:
+        found.append(to)
+        depth.__set__(node, to)
+
+    monkeypatch.setattr(PrefixNode, "depth", property(depth.__get__, set_depth))
+    return found
+
+
+def put_last_first(world: World, process: Process, space: PrefixTree, path: str) -> None:
+    """Store each page of a path of a group with a window before the page that it follows."""
+    for end in range(len(path), 0, -1):
+        granted = world.store(process, space, path[:end], start=end - 1, shard=WINDOW_AT)
+        assert granted == [PageStatus.GRANTED]
+
+
+def test_a_page_before_many_others_costs_no_more_than_one_before_few(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(prefix_tree, "DEPTHS_AT_ONCE", 20)
+    world = World(extents=256)
+    process = world.process()
+    space = world.space(process, (FULL, WINDOW))
+    found = depths_set(monkeypatch)
+
+    put_last_first(world, process, space, "a" * 400)
+
+    assert len(found) <= 400 * (20 + 5)
+    check(world.table)
+    assert space.moved, "some depths are corrected later"
+    assert world.lookup(space, "a" * 400, [WINDOW_AT]) == (400, 0)
+    for letter in range(2 * 400 // 20):
+        world.store(process, space, chr(0x4E00 + letter), shard=WINDOW_AT)
+        check(world.table)
+    assert not space.moved
+    assert [space.index[one].depth for one in chain("a" * 400)] == list(range(1, 401))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_pages_in_any_order_get_the_depth_of_their_place(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(prefix_tree, "DEPTHS_AT_ONCE", 1)
+    chance = Random(seed)
+    world = World(extents=12)
+    process = world.process()
+    space = world.space(process, (FULL, WINDOW))
+    moved = 0
+    for _ in range(150):
+        path = "".join(chance.choice("aaaab") for _ in range(chance.randrange(1, 12)))
+        start = max(0, len(path) - chance.randrange(1, 3))
+        match chance.choice(["window", "window", "full", "look", "evict"]):
+            case "window":
+                world.store(process, space, path, start=start, shard=WINDOW_AT)
+            case "full":
+                world.store(process, space, path)
+            case "look":
+                assert world.lookup(space, path) == (plainly_found(space, path), 0)
+                space.nodes.get(key(path))
+            case _ if space.index:
+                world.table.residents.drop(space.nodes[chance.choice(list(space.index))], 1, "x")
+        check(world.table)
+        moved += bool(space.moved)
+    assert moved > 0
+    while space.moved:
+        prefix_tree.deepen_some(space.moved, 1)
+        check(world.table)
+    for node in {id(one): one for one in space.index.values()}.values():
+        assert node.above is not None
+        assert node.depth == node.above.depth + node.count
+
+
+def plainly_found(space: PrefixTree, path: str) -> int:
+    """How many leading pages of the first shard are READY, by looking at each."""
+    ready = [bool(node and node.ready & 1) for node in map(space.index.get, chain(path))]
+    return [*ready, False].index(False)
+
+
+def test_a_ring_of_forged_parents_is_found_from_above_and_from_below():
+    world = World(extents=16)
+    process = world.process()
+    space = world.space(process, (FULL, WINDOW))
+    put_last_first(world, process, space, "abcdefgh")
+    top, end = space.node_of(key("a")), space.node_of(key("abcdefgh"))
+    branch = space.add(key("other"), end)
+    for number in range(20):
+        branch = space.add(key(str(number)), branch)
+
+    space.hang_up(top, branch)
+
+    assert top.above is space.root
