@@ -29,6 +29,7 @@ from kvstore.server.answers import (
     JobRow,
     PageDetail,
     PageList,
+    PageRow,
     PinList,
     PromptPart,
     QuotaList,
@@ -245,15 +246,21 @@ def pages(answer: PageList, console: Console) -> None:
     """Pages of a listing."""
     rows = (
         [
-            one.key, one.tier, len(one.shards), one.hits, seconds(one.stored_s_ago),
+            one.key, _tiers(one), len(one.shards), one.hits, seconds(one.stored_s_ago),
             seconds(one.used_s_ago), one.children,
         ]
         for one in answer.pages
     )  # fmt: skip
-    columns = ("key", "tier", "shards", "hits", "stored ago", "used ago", "children")
+    columns = ("key", "tiers", "shards", "hits", "stored ago", "used ago", "children")
     table(console, f"{len(answer.pages)} pages", columns, rows)
     if answer.next is not None:
         console.print("there is more: raise --limit")
+
+
+def _tiers(page: PageRow) -> str:
+    """Every tier that has a page of this key."""
+    found = {tier for shard in page.shards.values() for tier in shard.tiers}
+    return ", ".join(sorted(found)) or page.tier
 
 
 def page(answer: PageDetail, console: Console) -> None:
@@ -281,15 +288,17 @@ def tree(answer: PageList, console: Console) -> None:
     labels = []
     for one in answer.pages:
         depth = depths[one.key] = depths.get(one.parent or "", 0) + 1
-        labels.append((depth, one, f"  {one.tier}  {one.hits} hits"))
+        labels.append((depth, one, f"  {_tiers(one)}  {one.hits} hits"))
     fits = all(4 * depth + len(one.key + said) <= console.width for depth, one, said in labels)
     for _, one, said in labels:
         key = one.key if fits else one.key[:_KEY_DIGITS]
-        above = branches.get(one.parent or "", root)
-        branches[one.key] = above.add(key + said)
+        branches[one.key] = branches.get(one.parent or "", root).add(key + said)
     console.print(root)
+    above = {one.parent for one in answer.pages}
     if answer.next is not None:
         console.print("there is more: raise --limit, or give a key to begin at")
+    elif any(one.children and one.key not in above for one in answer.pages):
+        console.print("deeper pages exist: raise --depth, or give a key to begin at")
 
 
 def tiers(answer: TierList, console: Console) -> None:
@@ -348,7 +357,10 @@ def job(answer: JobRow, console: Console) -> None:
 
 def _result(result: dict[str, Any]) -> str:
     """What a job reports, without what is empty, such as the reason why nothing was left out."""
-    return ", ".join(f"{name} {cell(value)}" for name, value in result.items() if value != "")
+    shown = {name: cell(value) for name, value in result.items() if value != ""}
+    if "kept" in shown and (pinned := shown.pop("pinned", "")):
+        shown["kept"] += f" ({pinned} pinned)"
+    return ", ".join(f"{name} {text}" for name, text in shown.items())
 
 
 def jobs(answer: JobList, console: Console) -> None:
@@ -442,7 +454,7 @@ def cell(value: object) -> str:
 
 
 def _limit(value: int) -> str:
-    return rounded(value) if value else ""
+    return rounded(value) if value else "none"
 
 
 def table(

@@ -78,10 +78,8 @@ def _holder(descriptor: int) -> str:
         lines = [line.split() for line in _LOCKS.read_text().splitlines()]
     except OSError:
         return ""
-    return next(
-        (one[4] for one in lines if one[1:2] == ["FLOCK"] and one[5:6] == [wanted] and one[4] > "0"),
-        "",
-    )
+    pids = [one[4] for one in lines if one[1:2] == ["FLOCK"] and one[5:6] == [wanted]]
+    return next((pid for pid in pids if int(pid) > 0), "")
 
 
 def _answers(path: Path) -> bool:

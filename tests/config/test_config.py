@@ -164,6 +164,7 @@ def test_the_conductors_variables_are_looked_at_in_the_same_way(caplog):
         ("", {}, ["http.port.x=1"], ["--set http.port.x", "unknown key http.port.x"]),
         ("", {}, ["http.port"], ["--set http.port", "expected key=value"]),
         ("", {}, ["socket.path=kv.sock"], ["--set socket.path", "socket.path=kv.sock is relative"]),
+        ("", {}, ["ssd.directories=/a,b"], ["--set ssd.directories", "b is relative"]),
         ("http = 3\n", {}, (), ["server.toml", "http is a section"]),
         ("[http]\nport = 99999\n", {}, (), ["server.toml", "http.port"]),
         ("", {"KVSTORE__HTTP__PORT": "many"}, (), ["KVSTORE__HTTP__PORT", "http.port"]),
