@@ -115,7 +115,8 @@ class HostConfig(Section, frozen=True):
         if self.capacity_bytes < self.extent_bytes:
             raise ValueError(
                 f"host.capacity_bytes={exact(self.capacity_bytes)} is smaller than"
-                f" host.extent_bytes={exact(self.extent_bytes)}"
+                f" host.extent_bytes={exact(self.extent_bytes)}; raise it, or lower"
+                " host.extent_bytes"
             )
         if self.capacity_bytes // self.extent_bytes > EXTENTS_MAX:
             raise ValueError(

@@ -173,7 +173,7 @@ def test_the_conductors_variables_are_looked_at_in_the_same_way(caplog):
         ("", {}, ["host.prefault=perhaps"], ["--set host.prefault", "host.prefault"]),
         ("", {}, ["host.extent_bytes=65537"], ["--set host.extent_bytes", "host.extent_bytes"]),
         ("", {}, ["host.capacity_bytes=1MiB", "host.extent_bytes=2MiB"],
-         ["--set", "smaller than host.extent_bytes"]),
+         ["--set", "smaller than host.extent_bytes=2MiB; raise it, or lower host.extent_bytes"]),
         ("[http]\nhost = '::'\n", {}, ["http.port=1"], ["server.toml: http: http.host=::"]),
         ("[host]\ncapacity_bytes = '1GiB'\n", {}, ["host.extent_bytes=2GiB"],
          ["server.toml, --set host.extent_bytes: host: "]),

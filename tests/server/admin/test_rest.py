@@ -351,7 +351,8 @@ def raw(api: Api, body: bytes, path: str = "/v1/explain", **headers: str) -> tup
         ("/v1/explain", b"{", 422, "not JSON"), ("/v1/explain", b"\xff", 422, "not JSON"),
         ("/v1/explain", b"[" * 100_000, 422, "body"), ("/v1/explain", b'"key"', 422, "an object"),
         ("/v1/evict", b'{"space": "\\ud800"}', 422, "not JSON"),
-        ("/v1/evict", b"", 422, "not JSON"),
+        ("/v1/evict", b"", 422, "the body is empty: send a JSON object"),
+        ("/v1/evict", b"[]", 422, "got `array`: send a JSON object"),
         ("/v1/explain", b" " * (PROMPT_BYTES_MAX + 1), 413, "at most"),
         ("/v1/evict", b" " * (BODY_BYTES_MAX + 1), 413, "at most"),
     ],
@@ -363,6 +364,7 @@ def test_a_body_that_is_none_is_said(api, path, body, status, heard):
     assert heard.replace("an object", "JSON object") in told[1]["message"]
     assert told[1]["code"] == ("too_large" if status == 413 else "invalid_argument")
     assert told[1]["field"] == ""
+    assert "Content-Type" not in told[1]["message"], "it was not the cause"
 
 
 # Tokens
