@@ -123,7 +123,7 @@ def _lookup_rows(answer: NodeStats) -> list[tuple[str, str]]:
     tiers = {
         "memory": sum(one.host_pages for one in answer.lookups),
         "SSDs": sum(one.ssd_pages for one in answer.lookups),
-        "nowhere": sum(one.missed_pages for one in answer.lookups),
+        "miss": sum(one.missed_pages for one in answer.lookups),
     }
     if asked := sum(tiers.values()):
         shares = (f"{words} {pages / asked:.1%}" for words, pages in tiers.items())
@@ -131,7 +131,8 @@ def _lookup_rows(answer: NodeStats) -> list[tuple[str, str]]:
     for name, latency in answer.latencies.items():
         if latency.count:
             half, most = (_quantile(answer, latency, share) for share in (0.5, 0.99))
-            times = f"half {half}, 99% {most}, of {latency.count:,}"
+            samples = f"{latency.count:,} sample{'' if latency.count == 1 else 's'}"
+            times = f"p50 {half}, p99 {most}, {samples}"
             rows.append((name.replace("_", " "), times))
     return rows
 
@@ -142,8 +143,8 @@ def _quantile(answer: NodeStats, latency: Latency, share: float) -> str:
     for bound, count in zip(answer.latency_bounds_s, latency.buckets, strict=False):
         left -= count
         if left <= 0:
-            return f"up to {bound * 1e3:g} ms"
-    return f"over {answer.latency_bounds_s[-1] * 1e3:g} ms"
+            return f"≤ {bound * 1e3:g} ms"
+    return f"> {answer.latency_bounds_s[-1] * 1e3:g} ms"
 
 
 def _memory_rows(host: HostSizes) -> list[tuple[str, str]]:
