@@ -3,6 +3,7 @@
 import argparse
 
 from msgspec import to_builtins
+from rich.console import Console
 
 from kvstore.cli import show
 from kvstore.cli.decoding import Reply
@@ -11,13 +12,14 @@ from kvstore.cli.names import SPACES_MAX
 from kvstore.cli.numbers import size
 from kvstore.cli.remote import Remote, path_of
 from kvstore.protocol.errors import InvalidArgument
+from kvstore.protocol.sizes import rounded
 from kvstore.server.answers import JobRow, QuotaList, QuotaRow, SpaceList
 
 
 def add_quota(verb: AddVerb) -> None:
     """Add the verb."""
     quota = verb("quota", "show the limits of all spaces or of one, or set the limits of one",
-                 _quota, show.quotas)  # fmt: skip
+                 _quota, quotas)  # fmt: skip
     quota.add_argument("space", nargs="?", help=f"{SPACE}; default: show all")
     quota.add_argument("--quota-bytes", type=size, metavar="SIZE",
                        help="maximum bytes; 0 = no quota; default: unchanged")  # fmt: skip
@@ -63,3 +65,20 @@ def _shown(node: Remote, space: str | None) -> Reply[QuotaList]:
                 )  # fmt: skip
     chosen = [one for one in rows if space is None or one.space == space]
     return Reply({"quotas": to_builtins(chosen)}, QuotaList)
+
+
+def quotas(answer: QuotaList | JobRow, console: Console) -> None:
+    """Limits of spaces, or the job that could not set them."""
+    if isinstance(answer, JobRow):
+        show.job(answer, console)
+        return
+    rows = (
+        [one.space[:show.LABEL_DIGITS], one.tier, rounded(one.used_bytes),
+         _limit(one.quota_bytes), _limit(one.reserved_bytes)]
+        for one in answer.quotas
+    )  # fmt: skip
+    show.table(console, "limits", ("space", "tier", "used", "quota", "reserved"), rows)
+
+
+def _limit(value: int) -> str:
+    return rounded(value) if value else "none"

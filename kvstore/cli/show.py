@@ -32,7 +32,6 @@ from kvstore.server.answers import (
     PageRow,
     PinList,
     PromptPart,
-    QuotaList,
     SessionList,
     SessionRow,
     SpaceList,
@@ -338,19 +337,6 @@ def pins(answer: PinList, console: Console) -> None:
     table(console, title, ("pin", "tier", "space", "key", "pages", "bytes", "ends in"), rows)
 
 
-def quotas(answer: QuotaList | JobRow, console: Console) -> None:
-    """Limits of spaces, or the job that could not set them."""
-    if isinstance(answer, JobRow):
-        job(answer, console)
-        return
-    rows = (
-        [one.space[:LABEL_DIGITS], one.tier, rounded(one.used_bytes),
-         _limit(one.quota_bytes), _limit(one.reserved_bytes)]
-        for one in answer.quotas
-    )  # fmt: skip
-    table(console, "limits", ("space", "tier", "used", "quota", "reserved"), rows)
-
-
 def job(answer: JobRow, console: Console) -> None:
     """One job."""
     jobs(JobList(jobs=[answer]), console)
@@ -452,10 +438,6 @@ def cell(value: object) -> str:
     """A value as text; unprintable characters are escaped."""
     text = str(value).lower() if isinstance(value, bool) else str(value)
     return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
-
-
-def _limit(value: int) -> str:
-    return rounded(value) if value else "none"
 
 
 def table(
