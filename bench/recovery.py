@@ -94,7 +94,7 @@ def start(path: Path, pages: int) -> Start:
     node = Node("bench", bytes(16), SlotTable(1 << 20, 1), limits, lambda: bytes(16))
     memory = HostMemory("bench", bytes(16), 1 << 20, prefault=False)
     config = SSDConfig(
-        directories=(str(path),), capacity_bytes=1 << 50, segment_bytes=SEGMENT_BYTES
+        directories=(str(path.absolute()),), capacity_bytes=1 << 50, segment_bytes=SEGMENT_BYTES
     )
     disk = WatchedDisk()
     begun = time.perf_counter()

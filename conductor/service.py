@@ -419,10 +419,15 @@ def _parser() -> argparse.ArgumentParser:
         description="Route requests to the engines that have their KV.",
         epilog="To try policies on a trace: kvstore-conductor simulate --help.",
     )
-    parser.add_argument("--host", help="listen address (http.host)")
-    parser.add_argument("--port", type=int, help="listen port; 0 = any free port (http.port)")
+    # No default here: it would override the file and the environment.
+    usual = ConductorConfig()
+    parser.add_argument("--host", help=f"listen address (http.host); default: {usual.http.host}")
+    parser.add_argument("--port", type=int,
+                        help="listen port; 0 = any free port (http.port); default:"
+                        f" {usual.http.port}")  # fmt: skip
     parser.add_argument("--policy",
-                        help=f"policy.name, one of {', '.join(POLICIES)}")  # fmt: skip
+                        help=f"policy.name, one of {', '.join(POLICIES)}; default:"
+                        f" {usual.policy.name}")  # fmt: skip
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML configuration file")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
                         help="override one setting; takes precedence over the environment"

@@ -32,7 +32,7 @@ _CHARS_MAX: Final = 4 << 20
 """Longer prompts are left to the engine."""
 _COMPARED_EVERY: Final = 1_000
 _FILE_BYTES_MAX: Final = 256 << 20
-_EXTRA: Final = "pip install 'kvstore-server[tokenizers]'"
+_EXTRA: Final = "pip install '.[tokenizers]' in the clone"
 _PROMPT: Final = frozenset({"prompt", "add_special_tokens"})
 _CHAT: Final = frozenset(
     {"messages", "add_generation_prompt", "add_special_tokens", "chat_template_kwargs"}

@@ -15,7 +15,6 @@ from kvstore.cli.conversations import add_conversations
 from kvstore.cli.decoding import Reply
 from kvstore.cli.jobs import (
     COPY_JOBS,
-    JOB_WAIT_S,
     KEY,
     SPACE,
     AddVerb,
@@ -28,8 +27,9 @@ from kvstore.cli.jobs import (
 )
 from kvstore.cli.looks import add_looks
 from kvstore.cli.names import Names
-from kvstore.cli.numbers import count, seconds, size
-from kvstore.cli.remote import Remote, path_of
+from kvstore.cli.numbers import count, seconds
+from kvstore.cli.quotas import add_quota
+from kvstore.cli.remote import Remote
 from kvstore.cli.vllm_flags import asked_flags, vllm_flags
 from kvstore.config.machine import version_of
 from kvstore.protocol.counts import NodeStats
@@ -40,7 +40,6 @@ from kvstore.server.answers import (
     Pinned,
     Policy,
     PolicySet,
-    QuotaList,
     Unpinned,
 )
 from kvstore.server.client import is_address
@@ -204,15 +203,7 @@ def _add_changes(verb: AddVerb) -> None:
                      help="tier in which the pages are kept; default: host")  # fmt: skip
     unpin = verb("unpin", "end a pin", _unpin, show.anything)
     unpin.add_argument("pin", type=count(1), help="pin number, as listed by kvstore pins")
-    quota = verb("quota", "show the limits of all spaces, or set the limits of one", _quota,
-                 show.quotas)  # fmt: skip
-    quota.add_argument("space", nargs="?", help=f"{SPACE}; default: show all")
-    quota.add_argument("--quota-bytes", type=size, metavar="SIZE",
-                       help="maximum bytes; 0 = no quota; default: unchanged")  # fmt: skip
-    quota.add_argument("--reserved-bytes", type=size, metavar="SIZE",
-                       help="reserved bytes; 0 = none; default: unchanged")  # fmt: skip
-    quota.add_argument("--tier", choices=["host", "ssd"], default="host",
-                       help="tier that the limits apply to; default: host")  # fmt: skip
+    add_quota(verb)
     policy = verb("policy", "show or change the eviction policy", _policy, show.anything)
     policy.add_argument(
         "name", nargs="?", help="new policy, in effect until the node restarts; default: show"
@@ -281,27 +272,6 @@ def _pin(node: Remote, at: argparse.Namespace) -> Reply[Pinned]:
 
 def _unpin(node: Remote, at: argparse.Namespace) -> Reply[Unpinned]:
     return node.send("DELETE", f"/v1/pins/{at.pin}", Unpinned)
-
-
-def _quota(node: Remote, at: argparse.Namespace) -> Reply[QuotaList] | Reply[JobRow]:
-    asked = {"quota_bytes": at.quota_bytes, "reserved_bytes": at.reserved_bytes}
-    limits = {name: size for name, size in asked.items() if size is not None}
-    if bool(limits) != (at.space is not None):
-        message = "to set limits give a space and --quota-bytes or --reserved-bytes"
-        raise InvalidArgument("space", message)
-    shown = node.get("/v1/quotas", QuotaList)
-    if at.space is None:
-        return shown
-    every = (one for one in shown.value.quotas if one.tier == at.tier)
-    before = next((one for one in every if one.space == at.space), None)
-    body = {
-        "quota_bytes": before.quota_bytes if before is not None else 0,
-        "reserved_bytes": before.reserved_bytes if before is not None else 0,
-        **limits, "tier": at.tier,
-    }  # fmt: skip
-    begun = node.send("PUT", path_of("quotas", at.space), JobRow, body)
-    job = node.finished(begun, JOB_WAIT_S)
-    return node.get("/v1/quotas", QuotaList) if job.value.state == "done" else job
 
 
 def _policy(node: Remote, at: argparse.Namespace) -> Reply[Policy] | Reply[PolicySet]:

@@ -313,6 +313,8 @@ def _direct_io(directory: Path) -> Check:
 
 def _not_writable(name: str, directory: Path, error: OSError) -> Check:
     advice = "give the node's user write access, or choose another directory with --directory"
+    if isinstance(error, FileNotFoundError):  # the node would create it, if it may
+        advice = f"create it, and {advice}"
     return Check(name, "warn", f"{directory}: {error.strerror or error}", advice)
 
 

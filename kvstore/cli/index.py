@@ -11,6 +11,7 @@ from kvstore.cli.show import seconds, table
 from kvstore.index.control import FollowedWorker
 from kvstore.protocol.errors import InvalidArgument
 from kvstore.protocol.sizes import rounded
+from kvstore.server import client
 
 
 class IndexState(Struct, frozen=True, kw_only=True):
@@ -35,9 +36,11 @@ def asked_index(conductor: Remote) -> Reply[IndexState]:
     """A Conductor's answer about its index.
 
     Raises:
-        InvalidArgument: the answer is not that of a Conductor.
+        InvalidArgument: no address was given, or the answer is not that of a Conductor.
         KVStoreError: as of :meth:`Remote.send`.
     """
+    if conductor.given == client.HERE:
+        raise InvalidArgument("--url", "give the Conductor's URL, http://HOST:PORT")
     answer: Reply[IndexState] | None = None
     try:
         answer = conductor.get("/v1/index", IndexState)

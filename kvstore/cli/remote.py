@@ -40,6 +40,9 @@ class Remote:
         url: its address: HTTP, or ``unix://`` and the path of its admin socket. If nothing listens
             on the default socket, the node's default HTTP port is used.
         token: a bearer token; empty = none. A Unix socket needs none.
+
+    Attributes:
+        given: the address that was given; ``url`` is the one that is used.
     """
 
     def __init__(self, url: str, token: str = "") -> None:
@@ -55,7 +58,8 @@ class Remote:
             raise InvalidArgument("--url", message)
         if not (token.isascii() and token.isprintable()):
             raise InvalidArgument("--token", "a token has printable ASCII characters only")
-        self.url, self._token = client.endpoint(url.rstrip("/"), token)
+        self.given = url.rstrip("/")
+        self.url, self._token = client.endpoint(self.given, token)
 
     def get(self, path: str, kind: type[T], **query: object) -> Reply[T]:
         """The answer to a GET; query values that are None are left out.
@@ -81,7 +85,7 @@ class Remote:
                 self.url, method, path, body=data, token=self._token, timeout_s=_TIMEOUT_S
             )
             if status >= 300:
-                raise _refusal(status, answer)
+                raise _refusal(status, answer, self.url)
             return Reply(json.loads(answer), kind)
         except ssl.SSLCertVerificationError as error:  # a ValueError, too
             message = f"the certificate of {self.url} is not valid: {error}"
@@ -89,9 +93,18 @@ class Remote:
         except (ValueError, http.client.HTTPException) as error:
             raise PeerUnreachable(_stranger(self.url)) from error
         except OSError as error:
-            why = error.strerror or error
-            message = f"no node answers at {self.url} ({why}); is it running? --url selects another"
-            raise PeerUnreachable(message) from error
+            raise PeerUnreachable(self._silent(error)) from error
+
+    def _silent(self, error: OSError) -> str:
+        """The message for an address that cannot be connected to, or does not answer."""
+        if isinstance(error, PermissionError):
+            return (
+                f"permission denied at {self.url}: run as the node's user or with sudo, or use"
+                " --url http://HOST:PORT --token TOKEN"
+            )
+        first = f"{self.given} (no such socket) or " if self.given != self.url else ""
+        why = error.strerror or error
+        return f"no node answers at {first}{self.url} ({why}); is it running? --url selects another"
 
     def listed(
         self, name: str, path: str, kind: type[T], query: dict[str, object], limit: int
@@ -164,7 +177,7 @@ def _stranger(url: str) -> str:
     return message
 
 
-def _refusal(status: int, body: bytes) -> RefusedRequest:
+def _refusal(status: int, body: bytes, url: str) -> RefusedRequest:
     try:
         error = json.loads(body)["error"]
         if "field" not in error:
@@ -172,6 +185,9 @@ def _refusal(status: int, body: bytes) -> RefusedRequest:
         message, field = str(error["message"]), str(error["field"])
     except (ValueError, KeyError, TypeError):
         message, field = body[:200].decode(errors="replace"), ""
+    parts = urllib.parse.urlsplit(url)
+    if status == http.client.NOT_FOUND and not field and parts.scheme != "unix" and parts.path:
+        message += f"; a node's address has no path: give --url {parts.scheme}://{parts.netloc}"
     if status == 401:
         message += "; give --token, KVSTORE_TOKEN or KVSTORE_TOKEN_FILE, or leave --url out"
     return RefusedRequest(status, f"{field}: {message}" if field else message)

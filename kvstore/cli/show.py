@@ -29,9 +29,9 @@ from kvstore.server.answers import (
     JobRow,
     PageDetail,
     PageList,
+    PageRow,
     PinList,
     PromptPart,
-    QuotaList,
     SessionList,
     SessionRow,
     SpaceList,
@@ -122,7 +122,7 @@ def _lookup_rows(answer: NodeStats) -> list[tuple[str, str]]:
     tiers = {
         "memory": sum(one.host_pages for one in answer.lookups),
         "SSDs": sum(one.ssd_pages for one in answer.lookups),
-        "nowhere": sum(one.missed_pages for one in answer.lookups),
+        "miss": sum(one.missed_pages for one in answer.lookups),
     }
     if asked := sum(tiers.values()):
         shares = (f"{words} {pages / asked:.1%}" for words, pages in tiers.items())
@@ -130,7 +130,8 @@ def _lookup_rows(answer: NodeStats) -> list[tuple[str, str]]:
     for name, latency in answer.latencies.items():
         if latency.count:
             half, most = (_quantile(answer, latency, share) for share in (0.5, 0.99))
-            times = f"half {half}, 99% {most}, of {latency.count:,}"
+            samples = f"{latency.count:,} sample{'' if latency.count == 1 else 's'}"
+            times = f"p50 {half}, p99 {most}, {samples}"
             rows.append((name.replace("_", " "), times))
     return rows
 
@@ -141,8 +142,8 @@ def _quantile(answer: NodeStats, latency: Latency, share: float) -> str:
     for bound, count in zip(answer.latency_bounds_s, latency.buckets, strict=False):
         left -= count
         if left <= 0:
-            return f"up to {bound * 1e3:g} ms"
-    return f"over {answer.latency_bounds_s[-1] * 1e3:g} ms"
+            return f"≤ {bound * 1e3:g} ms"
+    return f"> {answer.latency_bounds_s[-1] * 1e3:g} ms"
 
 
 def _memory_rows(host: HostSizes) -> list[tuple[str, str]]:
@@ -245,15 +246,21 @@ def pages(answer: PageList, console: Console) -> None:
     """Pages of a listing."""
     rows = (
         [
-            one.key, one.tier, len(one.shards), one.hits, seconds(one.stored_s_ago),
+            one.key, _tiers(one), len(one.shards), one.hits, seconds(one.stored_s_ago),
             seconds(one.used_s_ago), one.children,
         ]
         for one in answer.pages
     )  # fmt: skip
-    columns = ("key", "tier", "shards", "hits", "stored ago", "used ago", "children")
+    columns = ("key", "tiers", "shards", "hits", "stored ago", "used ago", "children")
     table(console, f"{len(answer.pages)} pages", columns, rows)
     if answer.next is not None:
         console.print("there is more: raise --limit")
+
+
+def _tiers(page: PageRow) -> str:
+    """Every tier that has a page of this key."""
+    found = {tier for shard in page.shards.values() for tier in shard.tiers}
+    return ", ".join(sorted(found)) or page.tier
 
 
 def page(answer: PageDetail, console: Console) -> None:
@@ -281,15 +288,17 @@ def tree(answer: PageList, console: Console) -> None:
     labels = []
     for one in answer.pages:
         depth = depths[one.key] = depths.get(one.parent or "", 0) + 1
-        labels.append((depth, one, f"  {one.tier}  {one.hits} hits"))
+        labels.append((depth, one, f"  {_tiers(one)}  {one.hits} hits"))
     fits = all(4 * depth + len(one.key + said) <= console.width for depth, one, said in labels)
     for _, one, said in labels:
         key = one.key if fits else one.key[:_KEY_DIGITS]
-        above = branches.get(one.parent or "", root)
-        branches[one.key] = above.add(key + said)
+        branches[one.key] = branches.get(one.parent or "", root).add(key + said)
     console.print(root)
+    above = {one.parent for one in answer.pages}
     if answer.next is not None:
         console.print("there is more: raise --limit, or give a key to begin at")
+    elif any(one.children and one.key not in above for one in answer.pages):
+        console.print("deeper pages exist: raise --depth, or give a key to begin at")
 
 
 def tiers(answer: TierList, console: Console) -> None:
@@ -328,19 +337,6 @@ def pins(answer: PinList, console: Console) -> None:
     table(console, title, ("pin", "tier", "space", "key", "pages", "bytes", "ends in"), rows)
 
 
-def quotas(answer: QuotaList | JobRow, console: Console) -> None:
-    """Limits of spaces, or the job that could not set them."""
-    if isinstance(answer, JobRow):
-        job(answer, console)
-        return
-    rows = (
-        [one.space[:LABEL_DIGITS], one.tier, rounded(one.used_bytes),
-         _limit(one.quota_bytes), _limit(one.reserved_bytes)]
-        for one in answer.quotas
-    )  # fmt: skip
-    table(console, "limits", ("space", "tier", "used", "quota", "reserved"), rows)
-
-
 def job(answer: JobRow, console: Console) -> None:
     """One job."""
     jobs(JobList(jobs=[answer]), console)
@@ -348,7 +344,10 @@ def job(answer: JobRow, console: Console) -> None:
 
 def _result(result: dict[str, Any]) -> str:
     """What a job reports, without what is empty, such as the reason why nothing was left out."""
-    return ", ".join(f"{name} {cell(value)}" for name, value in result.items() if value != "")
+    shown = {name: cell(value) for name, value in result.items() if value != ""}
+    if "kept" in shown and (pinned := shown.pop("pinned", "")):
+        shown["kept"] += f" ({pinned} pinned)"
+    return ", ".join(f"{name} {text}" for name, text in shown.items())
 
 
 def jobs(answer: JobList, console: Console) -> None:
@@ -439,10 +438,6 @@ def cell(value: object) -> str:
     """A value as text; unprintable characters are escaped."""
     text = str(value).lower() if isinstance(value, bool) else str(value)
     return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
-
-
-def _limit(value: int) -> str:
-    return rounded(value) if value else ""
 
 
 def table(

@@ -107,7 +107,8 @@ class DevicePools:
             from kvstore.tier.lane import Lane
         except ImportError as error:
             raise DeviceUnavailable(
-                f"a pool on {pool.device} needs torch ({error}); install kvstore-server[torch]"
+                f"a pool on {pool.device} needs torch ({error}):"
+                " pip install '.[torch]' in the clone"
             ) from error
         with self._lock:
             if self._closed:

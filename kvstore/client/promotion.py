@@ -55,7 +55,7 @@ class Promotion:
             from kvstore.protocol.errors import TierUnavailable
 
             raise TierUnavailable(
-                f"device_slab needs torch ({error}); install kvstore-server[torch]"
+                f"device_slab needs torch ({error}); pip install '.[torch]' in the clone"
             ) from error
         return cls(DeviceSlab(config.device, config.capacity_bytes))
 

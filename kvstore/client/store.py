@@ -342,7 +342,7 @@ def _ssd_config(
         raise InvalidArgument("sync", f"{sync!r} is not one of {', '.join(get_args(SyncName))}")
     if isinstance(directories, (str, Path)):
         raise InvalidArgument("ssd_directories", "is a sequence of directories, not one")
-    paths = tuple(str(path) for path in directories)
+    paths = tuple(str(Path(path).absolute()) for path in directories)
     if len(set(paths)) < len(paths):
         raise InvalidArgument("ssd_directories", "names a directory twice")
     return SSDConfig(

@@ -43,7 +43,7 @@ def check_store(kind: StoreKind, section: StoreConfig, user: str) -> None:
     """
     if find_spec(PACKAGES[kind]) is None:
         raise ConfigError(
-            f"{user} needs the package {PACKAGES[kind]}: pip install 'kvstore-server[{kind}]'"
+            f"{user} needs the package {PACKAGES[kind]}: pip install '.[{kind}]' in the clone"
         )
     servers = store_servers(section)
     try:

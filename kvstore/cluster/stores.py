@@ -31,5 +31,5 @@ def open_store(kind: StoreKind, servers: StoreServers, cluster: str) -> RecordSt
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"cluster.membership={kind} needs a package that is not installed ({error.name}):"
-            f" pip install 'kvstore-server[{kind}]'"
+            f" pip install '.[{kind}]' in the clone"
         ) from error

@@ -115,7 +115,8 @@ class HostConfig(Section, frozen=True):
         if self.capacity_bytes < self.extent_bytes:
             raise ValueError(
                 f"host.capacity_bytes={exact(self.capacity_bytes)} is smaller than"
-                f" host.extent_bytes={exact(self.extent_bytes)}"
+                f" host.extent_bytes={exact(self.extent_bytes)}; raise it, or lower"
+                " host.extent_bytes"
             )
         if self.capacity_bytes // self.extent_bytes > EXTENTS_MAX:
             raise ValueError(
@@ -128,7 +129,8 @@ class SSDConfig(Section, frozen=True):
     """L3: an append-only log of pages on SSDs.
 
     Attributes:
-        directories: directories of the log, ideally one per disk; empty = no SSD tier.
+        directories: absolute paths of the log's directories, ideally one per disk; empty = no SSD
+            tier.
         capacity_bytes: maximum size of each directory; rounded down to whole segments.
         segment_bytes: size of a segment file; disk space is reclaimed in this unit.
         write: when an ordinary page is written: ``back`` when it is evicted from memory,
@@ -155,12 +157,18 @@ class SSDConfig(Section, frozen=True):
     bytes_per_day_max: Annotated[int, msgspec.Meta(ge=0)] = 0
 
     def __post_init__(self) -> None:
-        """Refuse a capacity of fewer than four segments, and duplicate directories."""
+        """Refuse a capacity of fewer than four segments, and relative or duplicate directories."""
         if self.capacity_bytes < 4 * self.segment_bytes:
             raise ValueError(
                 f"ssd.capacity_bytes={exact(self.capacity_bytes)} is less than four segments of"
                 f" ssd.segment_bytes={exact(self.segment_bytes)}: raise it or make segments smaller"
             )
+        for path in self.directories:
+            if not path.startswith("/"):
+                raise ValueError(
+                    f"ssd.directories={','.join(self.directories)}: {path} is relative: give an"
+                    " absolute path"
+                )
         if len({os.path.normpath(path) for path in self.directories}) < len(self.directories):
             raise ValueError(f"ssd.directories={','.join(self.directories)} names one twice")
 

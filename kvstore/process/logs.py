@@ -186,7 +186,8 @@ def _add(record: logging.LogRecord, **more: object) -> None:
 
 def _shown(value: object) -> str:
     if isinstance(value, dict):
-        return " ".join(f"{name}={_shown(one)}" for name, one in value.items())
+        parts = " ".join(f"{name}={_shown(one)}" for name, one in value.items())
+        return json.dumps(parts, ensure_ascii=False)
     if isinstance(value, list | tuple):
         return ",".join(map(_shown, value)) or "-"
     text = f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -159,7 +159,10 @@ def endpoint(url: str, token: str) -> tuple[str, str]:
     then the default TCP port with the node's generated token, if this user may read it.
     """
     socket_path = admin_socket()
-    if url != HERE or socket_path.is_socket():
+    try:
+        if url != HERE or socket_path.is_socket():
+            return url, token
+    except PermissionError:  # of its folder: a request fails, and its message says why
         return url, token
     try:
         return HERE_TCP, token or read_token(token_file(socket_path))

@@ -36,6 +36,7 @@ from kvstore.server.idle import IdleChecks
 from kvstore.server.installed import installed
 from kvstore.server.kept import set_budgets, set_disk_budgets
 from kvstore.server.notify import ServiceManager
+from kvstore.server.place import claim
 from kvstore.server.publish import Publication
 from kvstore.server.questions import FollowerQuestions
 from kvstore.server.socket import SocketServer
@@ -73,8 +74,8 @@ class Daemon:
         device: the disk of the SSD tier; None = the file system.
 
     Raises:
-        ConfigError, TierUnavailable: memory or an endpoint is not available; the message says which
-            and why.
+        ConfigError, TierUnavailable: the socket's path, memory or an endpoint is not available; the
+            message says which and why.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Daemon:
         self._undo = undo
         self._device = device
         self.config = config = loaded.config
+        undo.callback(os.close, claim(Path(config.socket.path)))  # before anything is written
         host = config.host
         self.boot = secrets.token_bytes(16)
         extents = host.capacity_bytes // host.extent_bytes

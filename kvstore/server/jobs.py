@@ -24,7 +24,7 @@ class OperatorJob:
         number: number of the job on this node.
         done: completed steps of ``total`` (an estimate, because pages may change meanwhile).
         result: its results; plain values.
-        pages: number of pages that it has dropped, quarantined or moved.
+        pages: number of pages that it has dropped, checked or moved.
         cancelled: whether the work should stop; checked between its steps.
     """
 

@@ -132,7 +132,7 @@ class ListConversations(Operation, frozen=True):
 
 
 class ListQuotas(Operation, frozen=True):
-    """List the limits of spaces, one entry for each tier."""
+    """List the limits that are set, by space and tier; ``/v1/spaces`` lists all spaces."""
 
 
 class ListJobs(Operation, frozen=True):
@@ -323,9 +323,9 @@ class DrainNode(Change, frozen=True):
 
 
 class SetLimits(Change, frozen=True):
-    """Set the quota and the reservation of a space in a tier; 0 = none.
+    """Replace the quota and the reservation of a space in a tier; 0, or left out = none.
 
-    A job evicts pages until the space is within its quota.
+    So ``{}`` removes both. A job evicts pages until the space is within its quota.
     """
 
     space: Name

@@ -18,10 +18,10 @@ _POLL_S: Final = 0.02
 def drop(table: PageTable, job: OperatorJob, tops: list[PrefixNode], cause: str) -> Work[None]:
     """Drop the pages of nodes and their descendants, and wait until this survives a restart.
 
-    ``job.result`` has the number of ``dropped`` pages and of ``kept`` nodes, and whether the
-    removal is ``durable``; if not, ``why``.
+    ``job.result`` has the number of ``dropped`` pages and of ``kept`` nodes, how many of these are
+    ``pinned`` (if any), and whether the removal is ``durable``; if not, ``why``.
     """
-    dropped = kept = 0
+    dropped = kept = pinned = 0
     job.result.update(dropped=0, kept=0)
     lost_keys = table.disk.graves.lost_keys
     for top in tops:
@@ -33,7 +33,10 @@ def drop(table: PageTable, job: OperatorJob, tops: list[PrefixNode], cause: str)
             yield None
         dropped += removal.dropped
         kept += removal.kept
+        pinned += removal.pinned
         job.result["kept"] = kept
+        if pinned:
+            job.result["pinned"] = pinned
     why = yield from _wait(table, job, lost_keys)
     job.result["durable"] = not why
     if why:

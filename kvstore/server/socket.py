@@ -7,11 +7,9 @@ session's connection. Everything runs on the loop that owns the node.
 """
 
 import asyncio
-import fcntl
 import logging
 import os
 import socket
-import stat
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,6 +23,7 @@ from kvstore.protocol.errors import CapacityError, ConfigError, KVStoreError, Pr
 from kvstore.server.connection import SessionConnections
 from kvstore.server.frames import FrameConnection
 from kvstore.server.handshakes import FirstFrame, Handshakes, Unread
+from kvstore.server.place import check_free
 from kvstore.server.processes import credentials
 from kvstore.server.tenants import Tenants, groups
 from kvstore.tier.host import MEMORY_WAIT_S, HostMemory
@@ -39,7 +38,8 @@ class SocketServer:
     """Serves one node on one Unix socket.
 
     Args:
-        config: path of the socket and access.
+        config: path of the socket, which this node has claimed
+            (:func:`~kvstore.server.place.claim`), and access.
         desk: the node's desk.
         memory: the extents.
         stats: returns the node's statistics, for ``Stats``.
@@ -67,12 +67,7 @@ class SocketServer:
             ConfigError: the socket cannot be created.
         """
         path = Path(self._config.path)
-        self._lock = _lock(path)
-        try:
-            self._listener = _listen(path, self._mode())
-        except ConfigError:
-            os.close(self._lock)
-            raise
+        self._listener = _listen(path, self._mode())
         self._inode = path.stat().st_ino
 
     async def serve(self) -> None:
@@ -87,7 +82,6 @@ class SocketServer:
             path.unlink()
         self._connections.close()
         self._unread.close()
-        os.close(self._lock)
 
     def connections(self) -> int:
         """Open connections."""
@@ -201,35 +195,12 @@ async def _first_frame(loop: asyncio.AbstractEventLoop, raw: socket.socket) -> t
             return found
 
 
-def _lock(path: Path) -> int:
-    """Lock ``path`` for this node; returns a descriptor that holds the lock while it is open.
-
-    Without it, two nodes that start at the same time could unlink each other's new socket.
-    """
-    place = path.with_name(path.name + ".lock")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(place, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    except OSError as error:
-        raise ConfigError(f"socket.path={path}: {place}: {error.strerror}") from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(descriptor)
-        raise ConfigError(f"socket.path={path}: another node listens there") from error
-    return descriptor
-
-
 def _listen(path: Path, mode: int) -> socket.socket:
     """A listening socket at ``path``; a dead node's socket file there is replaced."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        if path.exists():
-            if not stat.S_ISSOCK(path.stat().st_mode):
-                raise ConfigError(f"socket.path={path} is not a socket: remove it, or use another")
-            if _answers(path):
-                raise ConfigError(f"socket.path={path}: another node listens there")
-            path.unlink()
+        check_free(path)
+        path.unlink(missing_ok=True)
         previous = os.umask(0o777 & ~mode)
         try:
             listener.bind(str(path))
@@ -244,15 +215,3 @@ def _listen(path: Path, mode: int) -> socket.socket:
         listener.close()
         raise
     return listener
-
-
-def _answers(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(str(path))
-        except (ConnectionRefusedError, FileNotFoundError):
-            return False
-        except OSError:
-            return True
-        return True

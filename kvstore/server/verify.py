@@ -211,7 +211,7 @@ class _Scan:
         """Count pages."""
         self._counts[name] += more
         self.job.result[name] = self._counts[name]
-        self.job.pages = self._counts["corrupt"]
+        self.job.pages = self._counts["checked"]
 
     def over(self) -> bool:
         """Whether to stop."""

@@ -49,7 +49,7 @@ WINDOW_BYTES: Final = 32 << 20
 ITEMS_MAX: Final = 512
 """Maximum items in progress to one peer: with 1,024, and 1,024 waiting, the engine may fail for
 good."""
-_INSTALL: Final = "install kvstore-server[mooncake] and libibverbs1"
+_INSTALL: Final = "pip install '.[mooncake]' in the clone, and install libibverbs1"
 _PAUSE_S: Final = 50e-6
 _RECEIVE_BYTES: Final = 1 << 20
 _DESCRIPTORS_MAX: Final = 64

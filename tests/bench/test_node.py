@@ -361,7 +361,7 @@ def test_operators_are_answered_by_the_code_of_the_daemon():
         with pytest.raises(AssertionError, match="not_found"):
             world.operator.ask(operations.Evict(space="no such space"))
         limits = operations.SetLimits(space=row["space"], reserved_bytes=1 << 60)
-        with pytest.raises(Busy, match="are reserved already"):
+        with pytest.raises(Busy, match="reservations may total"):
             world.operator.ask(limits)
     finally:
         world.close()

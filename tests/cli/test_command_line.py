@@ -435,9 +435,9 @@ def test_stats_say_where_pages_were_found_and_how_long_things_took(capsys):
     show.stats(completed(answer, NodeStats), show.console())
 
     told = capsys.readouterr().out
-    assert "memory 50.0%, SSDs 20.0%, nowhere 30.0%" in told
-    assert "half up to 1 ms, 99% up to 5 ms, of 100" in told
-    assert "half over 5 ms, 99% over 5 ms, of 7" in told
+    assert "memory 50.0%, SSDs 20.0%, miss 30.0%" in told
+    assert "p50 ≤ 1 ms, p99 ≤ 5 ms, 100 samples" in told
+    assert "p50 > 5 ms, p99 > 5 ms, 7 samples" in told
     assert "put" not in told, "there was none"
 
     del answer["lookups"], answer["latencies"], answer["latency_bounds_s"]  # of an older node

@@ -120,6 +120,7 @@ def test_a_directory_that_cannot_be_written_is_warned_of(machine, tmp_path):
     assert found["direct I/O"].status == found["disk speed"].status == "warn"
     assert "--directory" in found["disk speed"].advice
     assert found["disk speed"].found == f"{tmp_path / 'none'}: No such file or directory"
+    assert found["disk speed"].advice.startswith("create it, and give the node's user write access")
 
 
 def test_the_disk_is_held_against_what_engines_report(machine, tmp_path):

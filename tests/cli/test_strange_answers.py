@@ -3,7 +3,7 @@
 import json
 import ssl
 import sys
-from pathlib import Path
+from pathlib import Path, PosixPath
 
 import pytest
 
@@ -63,6 +63,64 @@ def test_a_certificate_that_is_not_valid_is_named(monkeypatch, capsys):
     said = capsys.readouterr().err
     assert "certificate of https://127.0.0.1:1" in said
     assert "self-signed" in said
+
+
+def test_a_socket_of_another_user_is_told_with_what_helps(monkeypatch, capsys):
+    def send(*_to, **_how):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(client, "send", send)
+
+    assert main(["stats", "--url", "unix:///run/theirs.admin"]) == 1
+    said = capsys.readouterr().err
+    assert "permission denied at unix:///run/theirs.admin: run as the node's" in said
+    assert "--url http://HOST:PORT --token TOKEN" in said
+    assert "is it running?" not in said
+
+
+def test_a_folder_of_another_user_is_told_in_the_same_way(monkeypatch, capsys):
+    class Hidden(PosixPath):
+        def is_socket(self):
+            raise PermissionError(13, "Permission denied")
+
+    def send(*_to, **_how):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(client, "admin_socket", lambda: Hidden(client.HERE[len("unix://") :]))
+    monkeypatch.setattr(client, "send", send)
+    monkeypatch.delenv("KVSTORE_URL", raising=False)
+
+    assert main(["stats"]) == 1
+    assert f"permission denied at {client.HERE}: run as the node's user" in capsys.readouterr().err
+
+
+def test_without_a_default_node_both_places_are_named(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(client, "admin_socket", lambda: tmp_path / "none.admin")
+    monkeypatch.setattr(client, "HERE_TCP", URL)
+    monkeypatch.delenv("KVSTORE_URL", raising=False)
+
+    assert main(["stats"]) == 1
+    said = capsys.readouterr().err
+    assert f"no node answers at {client.HERE} (no such socket) or {URL} (Connection ref" in said
+    assert "is it running?" in said
+
+
+def test_an_index_needs_the_address_of_a_conductor(monkeypatch, capsys):
+    monkeypatch.delenv("KVSTORE_URL", raising=False)
+
+    assert main(["index"]) == 2
+    assert "--url: give the Conductor's URL, http://HOST:PORT" in capsys.readouterr().err
+
+
+def test_a_path_in_the_address_of_a_node_is_told_as_the_cause(monkeypatch, capsys):
+    fault = {"error": {"code": "not_found", "message": "Not Found", "field": ""}}
+    monkeypatch.setattr(client, "send", lambda *_to, **_how: (404, json.dumps(fault).encode()))
+
+    assert main(["stats", "--url", f"{URL}/foo"]) == 1
+    said = capsys.readouterr().err
+    assert f"Not Found; a node's address has no path: give --url {URL}" in said
+    assert main(["stats", "--url", URL]) == 1
+    assert "has no path" not in capsys.readouterr().err
 
 
 def test_a_full_disk_of_the_output_is_said(monkeypatch, capsys):

@@ -21,8 +21,8 @@ import pytest
 
 from kvstore.protocol import wire
 from kvstore.server.handshakes import UNREAD_MAX
+from kvstore.server.place import claim
 from kvstore.server.processes import Processes
-from kvstore.server.socket import _lock
 from kvstore.testing.server import wait_for
 from tests.conftest import Process, Spawn, WaitUntil
 from tests.faults import content
@@ -211,7 +211,7 @@ def test_of_two_nodes_on_one_socket_the_second_is_refused_and_the_first_goes_on(
     second = spawn(program)
 
     assert second.wait() == 2
-    assert "another node listens there" in second.stderr
+    assert f"another kvstore-server (pid {first.pid})" in second.stderr
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.connect(first.ready.group(1).removeprefix("unix://"))
 
@@ -220,12 +220,12 @@ def test_a_node_waits_for_the_lock_before_it_touches_the_socket(spawn: Spawn, tm
     """Between looking and listening another node may have made the socket its own."""
     _, program = arguments(tmp_path)
     path = tmp_path / "kv.sock"
-    descriptor = _lock(path)
+    descriptor = claim(path)
     path.write_text("not a socket: whoever got here would say so")
     try:
         late = spawn(program)
         assert late.wait() == 2
-        assert "another node listens there" in late.stderr
+        assert f"another kvstore-server (pid {os.getpid()})" in late.stderr
     finally:
         os.close(descriptor)
 

@@ -43,12 +43,17 @@ STEPS = {
     "the port of HTTP is taken": ({"http__port": "{port}"}, "http.port"),
     "the address of HTTP is of another machine": (
         {"http__host": "192.0.2.1", "http__read_token": "0123456789abcdef"}, "192.0.2.1"),
-    "a node listens at the socket": ({"socket.path": "{here}/listened.sock"}, "another node"),
+    "a program listens at the socket": (
+        {"socket.path": "{here}/listened.sock"}, "listened.sock: another program listens there"),
     "a file is where the socket goes": (
         {"socket.path": "{here}/file"}, "is not a socket: remove it"),
     "the folder of the socket cannot be made": (
-        {"socket.path": "{here}/file/kv.sock"}, "socket.path"),
+        {"socket.path": "{here}/file/kv.sock"},
+        "config: socket.path={here}/file/kv.sock: File exists: {here}/file is not a directory"),
     "the path of the socket is too long": ({"socket.path": "{here}/" + "x" * 120}, "too long"),
+    "the path of the node's own socket is too long": (
+        {"socket.path": "{here}/" + "x" * 120, "http__socket_path": "{here}/admin",
+         "events__endpoint": "", "events__replay_endpoint": ""}, "too long"),
     "the SSD directory is a file": (
         {"ssd__directories": "{here}/file"}, "ssd.directories: {here}/file is not a directory"),
     "the SSD directory is another process's": (
@@ -224,7 +229,8 @@ def test_events_that_do_not_end_do_not_hide_why_it_failed(spawn, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "step", ["a node listens at the socket", "a file is where the admin socket goes"]
+    "step",
+    ["the path of the node's own socket is too long", "a file is where the admin socket goes"],
 )
 def test_a_daemon_that_fails_late_gives_back_what_it_had(tmp_path, taken, step):
     settings, said = STEPS[step]

@@ -222,7 +222,9 @@ async def _asked(route: Route, request: Request) -> Any:
     except msgspec.ValidationError as error:
         raise _invalid(error) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        message = f"the body is not JSON ({error}); send Content-Type: application/json"
+        message = f"the body is not JSON: {error}"
+        if not body:
+            message = "the body is empty: send a JSON object"
         raise Refusal(422, "invalid_argument", message) from error
     for name in in_path:
         if name in fields:
@@ -244,7 +246,7 @@ def _invalid(error: msgspec.ValidationError) -> Refusal:
     if not field and "field `" in message:
         field = message.partition("field `")[2].rstrip("`")
     elif not field:
-        message = f"the body: {message}; send a JSON object as Content-Type: application/json"
+        message = f"the body: {message}: send a JSON object"
     return Refusal(422, "invalid_argument", message, field)
 
 

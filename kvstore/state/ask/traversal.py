@@ -144,10 +144,11 @@ class Removal:
     Attributes:
         dropped: pages dropped.
         kept: nodes that stay, as far as the current pass has come.
+        pinned: those of them that an operator's pin keeps.
     """
 
     def __init__(self, top: PrefixNode, cause: str) -> None:
-        self.dropped = self.kept = 0
+        self.dropped = self.kept = self.pinned = 0
         self._top = top
         self._cause = cause
         self._before = 0
@@ -171,7 +172,7 @@ class Removal:
         if self._stack:
             return True
         if self.dropped > self._before:
-            self._before, self.kept = self.dropped, 0
+            self._before, self.kept, self.pinned = self.dropped, 0, 0
             self._stack = [(self._top, iter(_some_children(self._top)))]
             return True
         top = self._top
@@ -184,6 +185,7 @@ class Removal:
         assert node.count == 1, node
         if node.pins or node.below or not node.digests:
             self.kept += 1
+            self.pinned += node.pins > 0
             return 1
         shards = list(node.digests)[:DROP_NODES]
         for shard in shards:

@@ -79,8 +79,8 @@ class Quotas:
         others = sum(one.reserved_bytes for one in self.limited.values() if one.space is not space)
         if others + reserved_bytes > capacity_bytes:
             raise CapacityError(
-                f"{others} of the {capacity_bytes} bytes that can be are reserved already;"
-                f" {reserved_bytes} more do not fit",
+                f"reservations may total {capacity_bytes} bytes; {others} are in use,"
+                f" {reserved_bytes} do not fit",
                 "reserved_bytes",
             )
         if space.number not in self.limited:

@@ -320,6 +320,7 @@ def test_every_change_is_in_the_log_with_who_and_how_many(own, wait_until):
         owner.send("DELETE", f"/v1/pins/{pin['pin']}")
         limits = {"quota_bytes": 4 * PAGE_BYTES}
         owner.ended(owner.send("PUT", f"/v1/quotas/{mine.label}", limits)[1])
+        owner.ended(owner.post("/v1/verify", space=mine.label))
         operator.ended(operator.post("/v1/clear", space=mine.label))
         operator.send("DELETE", "/v1/pins/99")
         Api(own, "r" * 20).send("POST", "/v1/clear", {"all": True})
@@ -337,9 +338,12 @@ def test_every_change_is_in_the_log_with_who_and_how_many(own, wait_until):
     assert len(lines("operation done operation=SetLimits", me, "job=1")) == 1
     assert len(lines("job ended job=1 kind=limit", me, "state=done pages=1")) == 1
     assert len(lines("operation done operation=Clear", "role=operate address=127.0.0.1:")) == 1
-    assert len(lines("job ended job=2 kind=clear", "address=127.0.0.1:", "pages=4")) == 1
+    checked = 'pages=4 result="checked=4 corrupt=0 unreadable=0 skipped=0"'
+    assert len(lines("operation done operation=Verify", me)) == 1
+    assert len(lines("job ended job=2 kind=verify", me, checked)) == 1
+    assert len(lines("job ended job=3 kind=clear", "address=127.0.0.1:", "pages=4")) == 1
     assert len(lines("operation refused operation=Unpin", "code=not_found")) == 1
-    assert len(lines("operation")) == 5, "what may not be asked changes nothing; looking neither"
+    assert len(lines("operation")) == 6, "what may not be asked changes nothing; looking neither"
 
 
 # Mistakes of our own

@@ -202,7 +202,7 @@ def test_pins_are_made_shown_and_ended(api, stored):
     assert 0 < pin["ends_in_s"] <= 60
 
     job = api.ended(api.post("/v1/evict", space=stored.label))
-    assert job["result"] == {"dropped": 1, "kept": 2, "durable": True}
+    assert job["result"] == {"dropped": 1, "kept": 2, "pinned": 2, "durable": True}
     assert api.send("DELETE", f"/v1/pins/{made['pin']}")[0] == 200
     assert api.refused("DELETE", f"/v1/pins/{made['pin']}") == (404, "not_found", "pin")
     assert api.ended(api.post("/v1/clear", space=stored.label[:12]))["result"]["dropped"] == 2
@@ -240,6 +240,11 @@ def test_a_space_with_a_quota_stays_within_it(api, stored):
     stored.put(3, start=50_000)
     (mine,) = [one for one in api.get("/v1/quotas")["quotas"] if one["space"] == stored.label]
     assert mine["used_bytes"] == mine["quota_bytes"] == 4 * PAGE_BYTES
+    reserved = {"quota_bytes": 4 * PAGE_BYTES, "reserved_bytes": PAGE_BYTES}
+    api.ended(api.send("PUT", f"/v1/quotas/{stored.label}", reserved)[1])
+    api.ended(api.send("PUT", f"/v1/quotas/{stored.label}", {"quota_bytes": 4 * PAGE_BYTES})[1])
+    (mine,) = [one for one in api.get("/v1/quotas")["quotas"] if one["space"] == stored.label]
+    assert mine["reserved_bytes"] == 0, "a PUT replaces both"
     wrong = {"quota_bytes": 1, "reserved_bytes": 2}
     assert api.refused("PUT", f"/v1/quotas/{stored.label}", wrong)[1:] == (
         "invalid_argument", "reserved_bytes",
@@ -346,7 +351,8 @@ def raw(api: Api, body: bytes, path: str = "/v1/explain", **headers: str) -> tup
         ("/v1/explain", b"{", 422, "not JSON"), ("/v1/explain", b"\xff", 422, "not JSON"),
         ("/v1/explain", b"[" * 100_000, 422, "body"), ("/v1/explain", b'"key"', 422, "an object"),
         ("/v1/evict", b'{"space": "\\ud800"}', 422, "not JSON"),
-        ("/v1/evict", b"", 422, "not JSON"),
+        ("/v1/evict", b"", 422, "the body is empty: send a JSON object"),
+        ("/v1/evict", b"[]", 422, "got `array`: send a JSON object"),
         ("/v1/explain", b" " * (PROMPT_BYTES_MAX + 1), 413, "at most"),
         ("/v1/evict", b" " * (BODY_BYTES_MAX + 1), 413, "at most"),
     ],
@@ -358,6 +364,7 @@ def test_a_body_that_is_none_is_said(api, path, body, status, heard):
     assert heard.replace("an object", "JSON object") in told[1]["message"]
     assert told[1]["code"] == ("too_large" if status == 413 else "invalid_argument")
     assert told[1]["field"] == ""
+    assert "Content-Type" not in told[1]["message"], "it was not the cause"
 
 
 # Tokens

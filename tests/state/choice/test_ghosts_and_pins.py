@@ -261,7 +261,8 @@ def test_limits_that_cannot_be_are_refused(world_of_two):
     with pytest.raises(InvalidArgument):
         quotas.set(space, -1, 0, 10)
     quotas.set(space, 0, 6, 10)
-    with pytest.raises(CapacityError):
+    said = "reservations may total 10 bytes; 6 are in use, 5 do not fit"
+    with pytest.raises(CapacityError, match=said):
         quotas.set(other, 0, 5, 10)
 
     assert [one.space for one in quotas.all()] == [space]
