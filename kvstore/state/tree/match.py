@@ -94,7 +94,7 @@ def _bisect(space: PrefixTree, mask: int, packed: bytes) -> Match:
     if first is None or first.present & mask != mask:
         return Match(0, 0, None)
     start = first.position(PrefixKey(packed[:KEY_BYTES]))
-    low, last = _present(space, mask, packed, first, first.matching(start, packed, 0))
+    low, last = _present(space, mask, packed, first, start)
     before = first.first_depth + start - 1
     if (
         _depth(last, packed, low) - before != low
@@ -107,6 +107,8 @@ def _bisect(space: PrefixTree, mask: int, packed: bytes) -> Match:
         at = node.depth - before - 1
         if gone & mask and 0 <= at < low and _begins(node.key, packed, at):
             low = at
+    if low < found:  # of two holes the first may be filled already, with pages behind it gone
+        low, last = _present(space, mask, packed[: low * KEY_BYTES], first, start)
     ready = low
     for node in space.writing:
         if node.ready & mask != mask:
@@ -120,13 +122,13 @@ def _bisect(space: PrefixTree, mask: int, packed: bytes) -> Match:
 
 
 def _present(
-    space: PrefixTree, mask: int, packed: bytes, first: PrefixNode, alike: int
+    space: PrefixTree, mask: int, packed: bytes, first: PrefixNode, start: int
 ) -> tuple[int, PrefixNode]:
     """How many pages of a chain are present, and the node that contains the last one.
 
-    ``alike``: this many pages are in the node of the first one.
+    ``first``: the node that contains the first page, at ``start``.
     """
-    low, high, last = alike, len(packed) // KEY_BYTES, first
+    low, high, last = first.matching(start, packed, 0), len(packed) // KEY_BYTES, first
     while low < high:
         middle = (low + high + 1) // 2
         node = space.index.get(PrefixKey(packed[(middle - 1) * KEY_BYTES : middle * KEY_BYTES]))

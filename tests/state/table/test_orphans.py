@@ -70,6 +70,27 @@ def test_what_follows_a_head_that_left_leaves_from_the_tails_on(world: World):
     assert [one.keys[0] for one in removed][1:] == chain(LONG, start=3)[::-1]
 
 
+def test_pages_between_two_holes_are_no_hits_when_the_first_hole_is_filled_before_the_second():
+    world = World(extents=64, slots_each=64)
+    engine = world.process()
+    space = world.space(engine, [FULL])
+    trunk = "".join(chr(200 + at) for at in range(40))
+    world.store(engine, space, trunk)
+    for at in range(300):
+        world.store(engine, space, trunk + chr(1000 + at), start=len(trunk))
+    prompt = trunk + chr(1000)
+    drop(world, trunk[:4])
+    drop(world, trunk[:21])
+    while len(world.table.residents.orphans) > 1:
+        sweep(world, 16)
+
+    assert world.table.residents.orphans, "the second hole is there still"
+    assert world.lookup(space, prompt) == (3, 0)
+    while world.table.residents.orphans:
+        sweep(world, 64)
+        assert world.lookup(space, prompt) == (3, 0)
+
+
 def test_a_page_cannot_be_put_where_one_left_until_all_behind_it_has(world: World):
     space = space_of(world)
     [engine] = world.sessions["engine"].processes.values()
