@@ -17,6 +17,7 @@ object:
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Final, TypeVar
 
+from kvstore.node.awaited import RoomFor
 from kvstore.node.copies import CopyRequests
 from kvstore.node.hello import free_label, refuse_hello, session_of
 from kvstore.node.leaving import LeavingProcesses
@@ -255,6 +256,7 @@ class Node:
         try:
             return change(self.pages)
         finally:
+            self.waiting.note_room()
             self._after(now_ns)
 
     def waits_for(self, identity: int) -> bool:
@@ -314,6 +316,7 @@ class Node:
         """Release what lost and ended processes held, up to the limit of one turn."""
         for process in self.leaving.go_on(now_ns):
             self._forget(process)
+        self.waiting.note_room()
 
     def _forget(self, process: Process) -> None:
         """Remove an ended process that holds nothing."""
@@ -381,6 +384,8 @@ class Node:
             answer = self._refuse(request, error)
         if awaited is not None and now_ns < waiter.deadline_ns:
             return self.waiting.add_again(waiter, awaited)
+        if isinstance(waiter.awaited, RoomFor):
+            self.waiting.note_room()  # where one found room, others may
         if answer is not None:
             if awaited is not None and isinstance(answer, wire.Failure):
                 self.pages.counts[f"refused_{answer.code}"] += 1

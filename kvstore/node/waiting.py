@@ -37,8 +37,9 @@ SESSION_WAITING_BYTES_ALWAYS: Final = 256 << 10
 """Each session may always use these, however much the others use; there are fewer than
 connections."""
 SESSION_QUEUES_TICK: Final = 4
-"""Queues of one session that each tick tries: an attempt in vain takes a tenth of a millisecond or
-more, and a session may have hundreds of spaces."""
+QUEUES_TICK: Final = 16
+"""Queues of one session, and of all, that each tick tries: an attempt in vain takes a tenth of a
+millisecond or more, there may be hundreds of sessions, and a session may have as many spaces."""
 
 
 @dataclass(slots=True, init=False, eq=False)
@@ -97,6 +98,8 @@ class WaitingRoom:
         self.count = 0
         self.size_bytes = 0
         self._put_off = False
+        #: There may be more room since requests were last chosen to be tried.
+        self._room_noted = False
 
     def __len__(self) -> int:
         return self.count
@@ -168,16 +171,22 @@ class WaitingRoom:
 
     def note_room(self) -> None:
         """There may be more room: requests of each tenant, size and use will be tried."""
-        for room in self._rooms:
-            self._to_try.setdefault(room.session, {}).setdefault(room, False)
+        self._room_noted = True
 
     def try_some(self) -> None:
-        """The first requests of some queues of each session will be tried."""
+        """The first requests of some queues will be tried, those first that were not for longest.
+
+        If one of them finds room, :meth:`note_room` lets all others try.
+        """
         chosen: Counter[bytes] = Counter()
+        left = QUEUES_TICK
         for room in self._rooms:
             chosen[room.session] += 1
             if chosen[room.session] <= SESSION_QUEUES_TICK:
                 self._to_try.setdefault(room.session, {})[room] = True
+                left -= 1
+            if not left:
+                break
 
     def wake_due(self, now_ns: int) -> None:
         """Mark all requests whose deadline has passed as ready."""
@@ -200,6 +209,10 @@ class WaitingRoom:
             assert waiter.ready
             self._forget(waiter)
             return waiter
+        if self._room_noted:
+            self._room_noted = False
+            for room in self._rooms:
+                self._to_try.setdefault(room.session, {}).setdefault(room, False)
         if not self._to_try:
             return None
         session = next(iter(self._to_try))
@@ -229,7 +242,7 @@ class WaitingRoom:
     @property
     def may_go_on(self) -> bool:
         """Whether :meth:`take` would return a request."""
-        return bool(self._ready or self._to_try)
+        return bool(self._ready or self._to_try or (self._room_noted and self._rooms))
 
     def check(self) -> None:
         """Assert that the counts match the requests."""
@@ -356,5 +369,6 @@ class PatientRequests:
                     return acknowledge(request, awaited), None
                 case _, Spreading():
                     return tell_copies(request, awaited), None
-        may_wait = True  # who resumes it looks at its deadline
+        # Whoever resumes it looks at its deadline, but writes must not begin then.
+        may_wait = waits or type(request) is not wire.Persist
         return self.first[type(request)](process, request, now_ns, may_wait)

@@ -8,7 +8,7 @@ from bench.node_alone import LARGE_PAGE_BYTES, Clock, Engine, LoneNode, TakesAll
 from kvstore.node.awaited import RoomFor
 from kvstore.node.node import Node
 from kvstore.node.requests import NodeLimits
-from kvstore.node.waiting import SESSION_QUEUES_TICK, Waiter, WaitingRoom
+from kvstore.node.waiting import QUEUES_TICK, SESSION_QUEUES_TICK, Waiter, WaitingRoom
 from kvstore.protocol import wire
 from kvstore.protocol.page import CanonicalLayout, ShardSpec, SpaceIdentity, page_keys
 from kvstore.state.table.pages import PageTable
@@ -164,7 +164,7 @@ def test_engines_whose_puts_wait_for_room_of_one_size_get_it_in_turn(held: Held)
 # Turns
 
 
-def test_of_each_queue_one_request_is_tried_for_each_tick_and_one_in_vain_in_each_turn(
+def test_of_some_queues_one_request_is_tried_for_each_tick_and_one_in_vain_in_each_turn(
     held: Held, monkeypatch: pytest.MonkeyPatch
 ):
     others = [Engine(held.lone, 10 + at, LARGE_PAGE_BYTES, "large") for at in range(MANY)]
@@ -180,10 +180,10 @@ def test_of_each_queue_one_request_is_tried_for_each_tick_and_one_in_vain_in_eac
         held.node.go_on(held.clock())
         turns.append(len(tried) - sum(turns))
 
-    assert turns == [1] * MANY
-    assert sorted(tried) == sorted(engine.connection for engine in others)
+    assert turns == [1] * QUEUES_TICK
+    assert sorted(tried) == sorted(engine.connection for engine in others[:QUEUES_TICK])
     held.node.go_on(held.clock())
-    assert len(tried) == MANY, "nobody is tried in vain in each turn"
+    assert len(tried) == QUEUES_TICK, "nobody is tried in vain in each turn"
 
 
 def test_when_a_write_ends_one_request_of_each_size_is_tried_in_vain(
@@ -415,3 +415,31 @@ def test_all_puts_go_on_when_a_later_one_empties_the_extent():
         answers += world.answers()
 
     assert len(answers) == asked - 8 > 2
+
+
+def waiting_engines(held: Held, count: int) -> list[Engine]:
+    """Engines of which each waits for room for one page."""
+    engines = [Engine(held.lone, number) for number in range(3, 3 + count)]
+    for engine in engines:
+        held.begin(engine)
+    return engines
+
+
+def test_one_that_finds_room_at_a_tick_lets_all_others_try_in_the_same_tick(held: Held):
+    engines = waiting_engines(held, QUEUES_TICK + 10)
+
+    held.engines[0].release(held.leases[0][0])
+    held.tick()
+
+    assert all(granted(engine) for engine in engines)
+
+
+def test_a_tick_tries_few_requests_however_many_sessions_wait(
+    held: Held, monkeypatch: pytest.MonkeyPatch
+):
+    waiting_engines(held, 3 * QUEUES_TICK)
+    tried = count_attempts(monkeypatch)
+    for ticks in (1, 2, 3):
+        held.tick()
+        assert len(tried) == ticks * QUEUES_TICK
+    assert len(set(tried)) == 3 * QUEUES_TICK, "each in its turn"
