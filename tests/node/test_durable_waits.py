@@ -171,8 +171,8 @@ def test_a_durable_put_that_may_begin_only_when_its_time_is_up_is_not_told_that_
 
     [answer] = world.answers()
     assert isinstance(answer, wire.Failure)
-    assert (answer.id, answer.code) == (5, "transfer_timeout")
-    assert any(isinstance(job, DiskWrite) for job in world.disk.jobs), "it is not written yet"
+    assert (answer.id, answer.code) == (5, "capacity")
+    assert not any(isinstance(job, DiskWrite) for job in world.disk.jobs), "nobody waits for it"
 
 
 def test_of_all_that_wait_for_room_one_tries_in_vain_for_each_job_that_ends(monkeypatch):
