@@ -22,7 +22,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from engine_adapters.vllm.drafts import DraftSteps, has_draft_layers
 from engine_adapters.vllm.facts import check_stage, check_version, heads_apart, read_facts
 from engine_adapters.vllm.label import label_of
-from engine_adapters.vllm.names import has_strong_hashes, names_of
+from engine_adapters.vllm.names import DoubtfulImages, has_strong_hashes, names_of
 from engine_adapters.vllm.options import check_against, page_tokens_of, read_options
 from engine_adapters.vllm.plugin import LiveConnectors
 from engine_adapters.vllm.stats import StoreMetrics, StoreStats
@@ -38,7 +38,7 @@ from kvstore.engine.identity import cover, shard_specs, space_identity
 from kvstore.engine.messages import Report, Step
 from kvstore.engine.opening import Opening
 from kvstore.engine.options import LoadOrder
-from kvstore.engine.requests import Role, ScheduledRequest, Setup
+from kvstore.engine.requests import PromptScope, Role, ScheduledRequest, Setup
 from kvstore.engine.scheduler import SchedulerSide
 from kvstore.engine.start import prefault, round_trip, try_device
 from kvstore.engine.worker import GroupMemory, WorkerSide, memory_of
@@ -136,6 +136,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._strong_hashes = has_strong_hashes(
             vllm_config.cache_config, vllm_config.model_config.multimodal_config
         )
+        self._doubtful = DoubtfulImages()
         if on_scheduler:
             self._begin_scheduling(transfer)
 
@@ -248,8 +249,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def on_new_request(self, request: Any) -> None:
         """A new request has arrived; vLLM reads its parameters after this."""
         drop_wrong_parameters(request)
-        names = names_of(request, strong_hashes=self._strong_hashes)
-        self._deciding.see(request, names)
+        self._doubtful.note(request)
+        self._deciding.see(request, self._names_of(request))
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -257,8 +258,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """See the base class."""
         if not may_load(request):
             return 0, False
+        return self._deciding.match(request, self._names_of(request), num_computed_tokens)
+
+    def _names_of(self, request: Any) -> PromptScope:
         names = names_of(request, strong_hashes=self._strong_hashes)
-        return self._deciding.match(request, names, num_computed_tokens)
+        return names._replace(usable=False) if self._doubtful.has(request) else names
 
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int

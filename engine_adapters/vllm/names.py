@@ -1,11 +1,12 @@
 """The identity of KV in vLLM: of models, requests and chunks.
 
-Pure, except that it reads LoRA files.
+Pure, except that it reads LoRA files and the server's secret.
 """
 
 import functools
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,7 +28,11 @@ _MEDIA_SETTINGS: Final = (
 of the request."""
 _NOTE: Final = "_config_digest_of_kvstore"
 _CONTENTS: Final = "kvstore_contents"
-"""In a request's ``extra_args``: all of its images are named by their content."""
+"""In a request's ``extra_args``: all of its images are named by their content. The value is the
+server's secret, because not every front end replaces what a client has sent under this name."""
+SECRET: Final = "KVSTORE_VLLM_SECRET"
+"""Environment variable with a secret of one server's processes, which the plugin makes."""
+_DOUBTS_MAX: Final = 100_000
 _CONTENT_HASH: Final = re.compile(r"(.*:)?([0-9a-f]{64}|[0-9a-f]{128})", re.DOTALL)
 """blake3, sha256 or sha512, perhaps after the name of an adapter."""
 _ADAPTER_SETTINGS: Final = (
@@ -138,6 +143,9 @@ def mark_contents(
 ) -> dict[str, list[str]]:
     """Identifiers of a request's images, those that name a content as :class:`ContentHash`.
 
+    A client's name that looks like a hash gets another form: vLLM would keep that image, and what
+    its encoder makes of it, for the one with that content.
+
     Args:
         hashes: by kind, the identifiers that vLLM has made.
         named: by kind, the client's name of each item; None = it gave none.
@@ -146,10 +154,46 @@ def mark_contents(
     for kind, found in hashes.items():
         names = named.get(kind) or [None] * len(found)
         marked[kind] = [
-            ContentHash(one) if name is None else str(one)
+            ContentHash(one) if name is None else _set_apart(one)
             for one, name in zip(found, names, strict=True)
         ]
     return marked
+
+
+def _set_apart(name: str) -> str:
+    return f"named-{name}" if _CONTENT_HASH.fullmatch(name) else str(name)
+
+
+class DoubtfulImages:
+    """Names under which this engine may keep another image than the one with that content.
+
+    vLLM keeps images, what its encoder makes of them, and KV under the names that come with a
+    request. Some come from elsewhere (``--enable-scale-out``): nothing says whether they are true,
+    so a later request with such a name is not believed either.
+    """
+
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+
+    def note(self, request: Any) -> None:
+        """A request has arrived: note its names, if nothing says that they are true."""
+        if request.mm_features and not _names_contents(request) and not self.full:
+            self._names |= _names(request)
+
+    def has(self, request: Any) -> bool:
+        """Whether one of a request's names is doubtful; of many doubtful names, every name is."""
+        return bool(request.mm_features) and (
+            self.full or not self._names.isdisjoint(_names(request))
+        )
+
+    @property
+    def full(self) -> bool:
+        """Whether no more names are kept."""
+        return len(self._names) >= _DOUBTS_MAX
+
+
+def _names(request: Any) -> set[str]:
+    return {one for each in request.mm_features for one in (each.identifier, each.mm_hash) if one}
 
 
 def note_contents(request: Any) -> None:
@@ -170,8 +214,8 @@ def note_contents(request: Any) -> None:
     if (parameters := request.sampling_params) is None:
         return
     extra = {key: one for key, one in (parameters.extra_args or {}).items() if key != _CONTENTS}
-    if contents:
-        extra[_CONTENTS] = True
+    if contents and (secret := os.environ.get(SECRET)):
+        extra[_CONTENTS] = secret
     parameters.extra_args = extra or None
 
 
@@ -260,7 +304,8 @@ def names_of(request: Any, *, strong_hashes: bool) -> PromptScope:
 def _names_contents(request: Any) -> bool:
     hashed = all(_CONTENT_HASH.fullmatch(one.identifier) for one in request.mm_features)
     extra = getattr(request.sampling_params, "extra_args", None) or {}
-    return hashed and extra.get(_CONTENTS) is True
+    secret = os.environ.get(SECRET)
+    return bool(hashed and secret and extra.get(_CONTENTS) == secret)
 
 
 def page_key(key: bytes) -> PrefixKeys | None:

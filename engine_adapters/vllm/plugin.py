@@ -6,6 +6,8 @@ of the connector.
 """
 
 import logging
+import os
+import secrets
 import weakref
 from collections.abc import Callable
 from typing import Any, Final
@@ -51,6 +53,8 @@ class LiveConnectors:
 
 def register() -> None:
     """Register the connector with vLLM; may be called several times."""
+    # vLLM's other processes are children of the first one, and inherit it.
+    os.environ.setdefault("KVSTORE_VLLM_SECRET", secrets.token_hex(16))
     try:
         from vllm.config.kv_transfer import KVTransferConfig
         from vllm.config.vllm import VllmConfig

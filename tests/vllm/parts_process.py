@@ -24,7 +24,7 @@ from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from engine_adapters.vllm import facts, plugin, tier
-from engine_adapters.vllm.names import names_of, note_contents
+from engine_adapters.vllm.names import DoubtfulImages, names_of, note_contents
 from kvstore.engine.identity import shard_specs, space_identity
 from kvstore.engine.options import TieringOptions
 from tests.vllm.engine_process import Answer, serve
@@ -77,6 +77,7 @@ class Parts:
         ``names`` are those of a client, ``settings`` its settings of the processor.
         """
         plugin.mark_images()
+        doubtful = DoubtfulImages()
         images = Images([f"picture {number}" for number in range(len(names))])
         inputs = ProcessorInputs([], {"image": images}, {"image": names}, settings)
         usable = []
@@ -89,7 +90,9 @@ class Parts:
             note_contents(sent)
             arrived = MsgpackDecoder(EngineCoreRequest).decode(MsgpackEncoder().encode(sent))
             request = Request.from_engine_core_request(arrived, None)
-            usable.append(names_of(request, strong_hashes=True).usable)
+            doubtful.note(request)
+            believed = names_of(request, strong_hashes=True).usable
+            usable.append(believed and not doubtful.has(request))
         return {"usable": usable}
 
     def reached(self) -> Answer:

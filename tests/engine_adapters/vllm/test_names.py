@@ -6,9 +6,12 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from engine_adapters.vllm import names
 from engine_adapters.vllm.names import (
     ENGINE,
+    SECRET,
     ContentHash,
+    DoubtfulImages,
     adapter_settings,
     config_digest,
     has_strong_hashes,
@@ -73,7 +76,13 @@ def image(identifier="0f" * 32):
     return SimpleNamespace(identifier=identifier, mm_hash=identifier)
 
 
-BY_CONTENT = SimpleNamespace(extra_args={"kvstore_contents": True})
+BY_CONTENT = SimpleNamespace(extra_args={"kvstore_contents": "a secret"})
+
+
+@pytest.fixture(autouse=True)
+def secret(monkeypatch):
+    """The server's secret."""
+    monkeypatch.setenv(SECRET, "a secret")
 
 
 def media(**fields):
@@ -143,8 +152,11 @@ def test_an_image_is_named_by_its_content_or_not_at_all():
         assert names_of(asked(mm_features=[image(name)]), strong_hashes=True).usable, name
 
 
+NOT_NOTED = (None, {}, {"other": 1}, {"kvstore_contents": True}, {"kvstore_contents": ""})
+
+
 @pytest.mark.parametrize(
-    "parameters", [None, *(SimpleNamespace(extra_args=one) for one in (None, {}, {"other": 1}))]
+    "parameters", [None, *(SimpleNamespace(extra_args=one) for one in NOT_NOTED)]
 )
 def test_an_image_is_not_named_by_its_content_unless_that_was_noted(parameters):
     request = asked(mm_features=[image()], sampling_params=parameters)
@@ -155,7 +167,7 @@ def test_an_image_is_not_named_by_its_content_unless_that_was_noted(parameters):
 
 def test_a_client_that_names_an_image_does_not_name_its_kv_whatever_the_name():
     content, other = "0f" * 32, "1e" * 32
-    hashes = {"image": [content, other, content], "video": [other]}
+    hashes = {"image": [content, "the logo", content], "video": [other]}
     named = {"image": [None, "the logo", ContentHash(content)]}
 
     def usable(*identifiers, given=None):
@@ -170,14 +182,43 @@ def test_a_client_that_names_an_image_does_not_name_its_kv_whatever_the_name():
 
     marked = mark_contents(hashes, named)
 
-    assert marked == hashes, "no other part of vLLM sees a difference"
+    assert marked == {"image": [content, "the logo", f"named-{content}"], "video": [other]}
     first, second, third = marked["image"]
     assert usable(first)
     assert usable(first, *marked["video"])
     for wrong in (second, third, content):
         assert not usable(wrong)
         assert not usable(first, wrong)
-        assert not usable(wrong, given={"kvstore_contents": True}), "the client says so"
+        for said in (True, "a guess"):
+            assert not usable(wrong, given={"kvstore_contents": said}), "the client says so"
+
+
+def test_without_a_secret_no_image_is_named(monkeypatch):
+    monkeypatch.delenv(SECRET)
+    for said in ("a secret", "", None):
+        asking = SimpleNamespace(extra_args={"kvstore_contents": said})
+        request = asked(mm_features=[image()], sampling_params=asking)
+        assert not names_of(request, strong_hashes=True).usable
+
+
+def test_an_image_whose_name_came_from_elsewhere_before_is_not_believed(monkeypatch):
+    """Under that name vLLM may have another image, and KV of it."""
+    doubtful = DoubtfulImages()
+    said = SimpleNamespace(extra_args=None)
+    honest, other = asked(mm_features=[image()]), asked(mm_features=[image("1e" * 32)])
+    doubtful.note(honest)
+    assert not doubtful.has(honest)
+
+    doubtful.note(asked(mm_features=[image()], sampling_params=said))
+    doubtful.note(asked(sampling_params=said))
+    assert doubtful.has(honest)
+    assert not doubtful.has(other)
+    assert not doubtful.has(asked())
+
+    monkeypatch.setattr(names, "_DOUBTS_MAX", 1)
+    assert doubtful.full
+    assert doubtful.has(other)
+    assert not doubtful.has(asked())
 
 
 def test_the_other_parameters_of_a_request_with_images_stay():

@@ -4,6 +4,7 @@ vLLM is played by classes like its own; ``tests/vllm`` starts it.
 """
 
 import gc
+import os
 import sys
 import tomllib
 from importlib import import_module
@@ -13,7 +14,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from engine_adapters.vllm import plugin
-from engine_adapters.vllm.names import config_digest
+from engine_adapters.vllm.names import SECRET, config_digest
 from kvstore.protocol.errors import ConfigError
 from tests.engine_adapters.vllm.test_support import model_of
 
@@ -23,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[3]
 @pytest.fixture
 def vllm(monkeypatch):
     """The classes of vLLM that the plugin uses."""
+    monkeypatch.setenv(SECRET, "of another process")
 
     class KVTransferConfig:
         def __init__(self, connector, **extra):
@@ -261,7 +263,8 @@ def test_what_names_images_is_noted_where_requests_arrive_and_only_for_our_conne
 
     def noted(names):
         request = inputs(names)
-        assert [one.identifier for one in request.mm_features] == ["0f" * 32, "1e" * 32]
+        identifiers = [one.identifier.removeprefix("named-") for one in request.mm_features]
+        assert identifiers == ["0f" * 32, "1e" * 32]
         return request.sampling_params.extra_args
 
     whole(config("OtherConnector"), IMAGES)
@@ -270,8 +273,20 @@ def test_what_names_images_is_noted_where_requests_arrive_and_only_for_our_conne
 
     for _ in range(3):
         whole(config("KVStoreConnector"), IMAGES)
-    assert noted(None) == noted({"video": []}) == {"kvstore_contents": True}
-    assert noted({"image": ["1e" * 32, None]}) is None
+    assert noted(None) == noted({"video": []}) == {"kvstore_contents": os.environ[SECRET]}
+    assert noted({"image": ["cat", None]}) is None
+
+
+def test_processes_of_a_server_share_a_secret_and_those_of_others_have_another(vllm, monkeypatch):
+    plugin.register()
+    assert os.environ[SECRET] == "of another process"
+    made = set()
+    for _ in range(2):
+        monkeypatch.delenv(SECRET)
+        plugin.register()
+        made.add(os.environ[SECRET])
+    assert len(made) == 2
+    assert {len(one) for one in made} == {32}
 
 
 def test_a_vllm_that_names_images_elsewhere_starts_and_says_what_it_costs(vllm, caplog):
