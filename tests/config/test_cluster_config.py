@@ -223,7 +223,7 @@ def test_files_of_a_store_are_checked_and_never_shown(tmp_path):
 def test_a_client_that_is_not_installed_is_named_with_its_extra(monkeypatch):
     config = read(*NAMED, "cluster.membership=etcd", "etcd.endpoints=h:1")
     monkeypatch.setattr("kvstore.cluster.configured.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"aetcd: pip install 'kvstore-server\[etcd\]'"):
+    with pytest.raises(ConfigError, match=r"aetcd: pip install '\.\[etcd\]'"):
         check_stores(config)
 
 

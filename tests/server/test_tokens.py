@@ -162,6 +162,10 @@ def test_an_operator_is_told_the_tokens_of_a_page_in_any_tier_and_a_reader_is_no
         ]
 
 
+TOKENS = re.compile(r"\b70000\d\d\b")
+"""The tokens of the next two tests, and no part of another number, as seconds have many digits."""
+
+
 def test_every_look_at_a_prompt_is_in_the_log_and_no_prompt_is(daemon, api, stored, wait_until):
     keys = stored.put(2, start=7_000_000)
     name = bytes(keys[1]).hex()
@@ -174,7 +178,7 @@ def test_every_look_at_a_prompt_is_in_the_log_and_no_prompt_is(daemon, api, stor
     wait_until(line, what="a line of the log")
     assert "role=operate" in line()
     assert f"key={name}" in line()
-    assert "700000" not in daemon.process.stderr
+    assert not TOKENS.search(daemon.process.stderr)
 
 
 def test_nothing_else_that_is_shown_has_tokens_in_it(api, stored):
@@ -187,4 +191,4 @@ def test_nothing_else_that_is_shown_has_tokens_in_it(api, stored):
     ]  # fmt: skip
 
     assert name in json.dumps(shown)
-    assert "700000" not in json.dumps(shown)
+    assert not TOKENS.search(json.dumps(shown))

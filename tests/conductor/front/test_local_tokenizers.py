@@ -312,7 +312,7 @@ def test_a_missing_package_is_named_with_what_to_install(
     monkeypatch.setattr(
         local_tokenizers, "find_spec", lambda name: None if name == package else sys.modules
     )
-    with pytest.raises(ConfigError, match=rf"{package}.*kvstore-server\[tokenizers\]"):
+    with pytest.raises(ConfigError, match=rf"{package}.*'\.\[tokenizers\]"):
         load_tokenizers({"m": str(path)})
 
 
