@@ -33,6 +33,7 @@ BANNED_FILE_NAMES = re.compile(r"(utils?|helpers?|common|misc|base_.*|.*_v\d+|v\
 ENVIRONMENT_READERS = {
     "kvstore/config/__init__.py", "kvstore/server/environment.py", "conductor/config.py",
     "kvstore/server/notify.py",  # what a service manager says there is no setting
+    "engine_adapters/vllm/plugin.py",  # a secret that vLLM's processes inherit
 }  # fmt: skip
 WORKPLACE = ("/work/", ".library")
 

@@ -24,7 +24,7 @@ from engine_adapters.vllm.facts import check_stage, check_version, heads_apart, 
 from engine_adapters.vllm.label import label_of
 from engine_adapters.vllm.names import DoubtfulImages, has_strong_hashes, names_of
 from engine_adapters.vllm.options import check_against, page_tokens_of, read_options
-from engine_adapters.vllm.plugin import LiveConnectors
+from engine_adapters.vllm.plugin import LiveConnectors, server_secret
 from engine_adapters.vllm.stats import StoreMetrics, StoreStats
 from engine_adapters.vllm.support import (
     drop_wrong_parameters,
@@ -136,7 +136,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._strong_hashes = has_strong_hashes(
             vllm_config.cache_config, vllm_config.model_config.multimodal_config
         )
-        self._doubtful = DoubtfulImages()
+        self._secret = server_secret()
+        self._doubtful = DoubtfulImages(self._secret)
         if on_scheduler:
             self._begin_scheduling(transfer)
 
@@ -261,7 +262,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._deciding.match(request, self._names_of(request), num_computed_tokens)
 
     def _names_of(self, request: Any) -> PromptScope:
-        names = names_of(request, strong_hashes=self._strong_hashes)
+        names = names_of(request, strong_hashes=self._strong_hashes, secret=self._secret)
         return names._replace(usable=False) if self._doubtful.has(request) else names
 
     def get_external_cache_hit_sources(

@@ -1,12 +1,11 @@
 """The identity of KV in vLLM: of models, requests and chunks.
 
-Pure, except that it reads LoRA files and the server's secret.
+Pure, except that it reads LoRA files.
 """
 
 import functools
 import hashlib
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,8 +29,6 @@ _NOTE: Final = "_config_digest_of_kvstore"
 _CONTENTS: Final = "kvstore_contents"
 """In a request's ``extra_args``: all of its images are named by their content. The value is the
 server's secret, because not every front end replaces what a client has sent under this name."""
-SECRET: Final = "KVSTORE_VLLM_SECRET"
-"""Environment variable with a secret of one server's processes, which the plugin makes."""
 _DOUBTS_MAX: Final = 100_000
 _CONTENT_HASH: Final = re.compile(r"(.*:)?([0-9a-f]{64}|[0-9a-f]{128})", re.DOTALL)
 """blake3, sha256 or sha512, perhaps after the name of an adapter."""
@@ -172,12 +169,14 @@ class DoubtfulImages:
     so a later request with such a name is not believed either.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, secret: str) -> None:
+        """``secret``: as in :func:`names_of`."""
         self._names: set[str] = set()
+        self._secret = secret
 
     def note(self, request: Any) -> None:
         """A request has arrived: note its names, if nothing says that they are true."""
-        if request.mm_features and not _names_contents(request) and not self.full:
+        if request.mm_features and not _names_contents(request, self._secret) and not self.full:
             self._names |= _names(request)
 
     def has(self, request: Any) -> bool:
@@ -196,13 +195,14 @@ def _names(request: Any) -> set[str]:
     return {one for each in request.mm_features for one in (each.identifier, each.mm_hash) if one}
 
 
-def note_contents(request: Any) -> None:
+def note_contents(request: Any, secret: str) -> None:
     """Tell the engine's process whether all images of a request are named by their content.
 
     The type of an identifier does not get there. ``extra_args`` do, and a client's are replaced.
 
     Args:
         request: ``EngineCoreRequest``, before it is sent; its parameters are its own.
+        secret: of the server.
     """
     if not request.mm_features:
         return
@@ -214,7 +214,7 @@ def note_contents(request: Any) -> None:
     if (parameters := request.sampling_params) is None:
         return
     extra = {key: one for key, one in (parameters.extra_args or {}).items() if key != _CONTENTS}
-    if contents and (secret := os.environ.get(SECRET)):
+    if contents:
         extra[_CONTENTS] = secret
     parameters.extra_args = extra or None
 
@@ -278,13 +278,14 @@ def adapter_weights(path: str, number: int) -> str:
         return ""
 
 
-def names_of(request: Any, *, strong_hashes: bool) -> PromptScope:
+def names_of(request: Any, *, strong_hashes: bool, secret: str) -> PromptScope:
     """The identity of a request's KV besides the tokens.
 
     Args:
         request: vLLM's request.
         strong_hashes: whether the engine's block hashes are collision-resistant, and made of the
             content of all inputs.
+        secret: of the server, with which :func:`note_contents` has noted what names its images.
     """
     parts: tuple[tuple[str, str], ...] = ()
     known = True
@@ -296,16 +297,15 @@ def names_of(request: Any, *, strong_hashes: bool) -> PromptScope:
         known = bool(weights) and not getattr(adapter, "load_inplace", False)
     parts += salt_parts(request.cache_salt or "")
     foreign = bool(request.mm_features) or request.prompt_embeds is not None
-    named = strong_hashes and (not request.mm_features or _names_contents(request))
+    named = strong_hashes and (not request.mm_features or _names_contents(request, secret))
     usable = known and not request.resumable and (not foreign or named)
     return PromptScope(parts, foreign, usable)
 
 
-def _names_contents(request: Any) -> bool:
+def _names_contents(request: Any, secret: str) -> bool:
     hashed = all(_CONTENT_HASH.fullmatch(one.identifier) for one in request.mm_features)
     extra = getattr(request.sampling_params, "extra_args", None) or {}
-    secret = os.environ.get(SECRET)
-    return bool(hashed and secret and extra.get(_CONTENTS) == secret)
+    return hashed and extra.get(_CONTENTS) == secret
 
 
 def page_key(key: bytes) -> PrefixKeys | None:

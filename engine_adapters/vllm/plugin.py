@@ -51,10 +51,14 @@ class LiveConnectors:
         self._engines.pop(connector, None)
 
 
+def server_secret() -> str:
+    """A secret of this server's processes; the first of them makes it, the others inherit it."""
+    return os.environ.setdefault("KVSTORE_VLLM_SECRET", secrets.token_hex(16))
+
+
 def register() -> None:
     """Register the connector with vLLM; may be called several times."""
-    # vLLM's other processes are children of the first one, and inherit it.
-    os.environ.setdefault("KVSTORE_VLLM_SECRET", secrets.token_hex(16))
+    server_secret()
     try:
         from vllm.config.kv_transfer import KVTransferConfig
         from vllm.config.vllm import VllmConfig
@@ -143,7 +147,7 @@ def mark_images() -> None:
 
     def process_inputs(processor: Any, *given: Any, **named: Any) -> Any:
         request = process(processor, *given, **named)
-        note_contents(request)
+        note_contents(request, server_secret())
         return request
 
     ProcessorInputs.get_mm_hashes = get_mm_hashes

@@ -77,7 +77,8 @@ class Parts:
         ``names`` are those of a client, ``settings`` its settings of the processor.
         """
         plugin.mark_images()
-        doubtful = DoubtfulImages()
+        secret = plugin.server_secret()
+        doubtful = DoubtfulImages(secret)
         images = Images([f"picture {number}" for number in range(len(names))])
         inputs = ProcessorInputs([], {"image": images}, {"image": names}, settings)
         usable = []
@@ -87,11 +88,11 @@ class Parts:
                 [MultiModalFeatureSpec(None, "image", name, PlaceholderRange(0, 1), name)],
                 SamplingParams(extra_args={"kvstore_contents": True}), None, 0.0, None, None, None,
             )  # fmt: skip
-            note_contents(sent)
+            note_contents(sent, secret)
             arrived = MsgpackDecoder(EngineCoreRequest).decode(MsgpackEncoder().encode(sent))
             request = Request.from_engine_core_request(arrived, None)
             doubtful.note(request)
-            believed = names_of(request, strong_hashes=True).usable
+            believed = names_of(request, strong_hashes=True, secret=secret).usable
             usable.append(believed and not doubtful.has(request))
         return {"usable": usable}
 

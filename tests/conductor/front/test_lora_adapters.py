@@ -41,7 +41,7 @@ def vllm_seed(lora: str, path: str, salt: str = "") -> bytes:
         lora_request=adapter, cache_salt=salt or None, mm_features=[], prompt_embeds=None,
         resumable=False,
     )  # fmt: skip
-    return chain_seed(names_of(request, strong_hashes=True).parts)
+    return chain_seed(names_of(request, strong_hashes=True, secret="").parts)
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import pytest
 from engine_adapters.vllm import names
 from engine_adapters.vllm.names import (
     ENGINE,
-    SECRET,
     ContentHash,
     DoubtfulImages,
     adapter_settings,
@@ -76,13 +75,8 @@ def image(identifier="0f" * 32):
     return SimpleNamespace(identifier=identifier, mm_hash=identifier)
 
 
-BY_CONTENT = SimpleNamespace(extra_args={"kvstore_contents": "a secret"})
-
-
-@pytest.fixture(autouse=True)
-def secret(monkeypatch):
-    """The server's secret."""
-    monkeypatch.setenv(SECRET, "a secret")
+SECRET = "a secret"
+BY_CONTENT = SimpleNamespace(extra_args={"kvstore_contents": SECRET})
 
 
 def media(**fields):
@@ -91,8 +85,12 @@ def media(**fields):
     return SimpleNamespace(**plain | fields)
 
 
+def named(request, *, strong_hashes):
+    return names_of(request, strong_hashes=strong_hashes, secret=SECRET)
+
+
 def seed_of(request):
-    return chain_seed(names_of(request, strong_hashes=True).parts)
+    return chain_seed(named(request, strong_hashes=True).parts)
 
 
 def test_what_a_request_says_besides_tokens_names_its_kv(tmp_path):
@@ -109,7 +107,7 @@ def test_what_a_request_says_besides_tokens_names_its_kv(tmp_path):
 
     assert len(seeds) == len(requests)
     assert b"" in seeds
-    assert names_of(requests[6], strong_hashes=True).usable
+    assert named(requests[6], strong_hashes=True).usable
 
 
 def test_an_adapter_that_is_loaded_again_is_looked_at_again(tmp_path):
@@ -132,24 +130,24 @@ def test_kv_of_an_adapter_whose_weights_are_unknown_has_no_name(tmp_path):
     wrong.append(adapter("l", tmp_path / "good", in_place=True))
 
     for one in wrong:
-        assert not names_of(asked(lora_request=one), strong_hashes=True).usable, one
-    assert names_of(asked(lora_request=adapter("l", tmp_path / "good")), strong_hashes=True).usable
+        assert not named(asked(lora_request=one), strong_hashes=True).usable, one
+    assert named(asked(lora_request=adapter("l", tmp_path / "good")), strong_hashes=True).usable
 
 
 def test_inputs_that_are_no_tokens_are_named_only_by_hashes_that_can_be_trusted():
     for fields in ({"mm_features": [image()]}, {"prompt_embeds": [0.5]}):
-        assert names_of(asked(**fields), strong_hashes=True) == PromptScope((), True, True)
-        assert not names_of(asked(**fields), strong_hashes=False).usable
-    assert not names_of(asked(resumable=True), strong_hashes=True).usable
-    assert names_of(asked(), strong_hashes=False) == PromptScope((), False, True)
+        assert named(asked(**fields), strong_hashes=True) == PromptScope((), True, True)
+        assert not named(asked(**fields), strong_hashes=False).usable
+    assert not named(asked(resumable=True), strong_hashes=True).usable
+    assert named(asked(), strong_hashes=False) == PromptScope((), False, True)
 
 
 def test_an_image_is_named_by_its_content_or_not_at_all():
     for name in ("renderer0-mm-1-image-0", "the logo", "0f" * 31, ""):
         features = [image(), image(name)]
-        assert not names_of(asked(mm_features=features), strong_hashes=True).usable, name
+        assert not named(asked(mm_features=features), strong_hashes=True).usable, name
     for name in ("0f" * 32, "0f" * 64, "an adapter:" + "0f" * 32):
-        assert names_of(asked(mm_features=[image(name)]), strong_hashes=True).usable, name
+        assert named(asked(mm_features=[image(name)]), strong_hashes=True).usable, name
 
 
 NOT_NOTED = (None, {}, {"other": 1}, {"kvstore_contents": True}, {"kvstore_contents": ""})
@@ -160,27 +158,27 @@ NOT_NOTED = (None, {}, {"other": 1}, {"kvstore_contents": True}, {"kvstore_conte
 )
 def test_an_image_is_not_named_by_its_content_unless_that_was_noted(parameters):
     request = asked(mm_features=[image()], sampling_params=parameters)
-    assert not names_of(request, strong_hashes=True).usable
+    assert not named(request, strong_hashes=True).usable
     embedded = asked(prompt_embeds=[0.5], sampling_params=parameters)
-    assert names_of(embedded, strong_hashes=True).usable
+    assert named(embedded, strong_hashes=True).usable
 
 
 def test_a_client_that_names_an_image_does_not_name_its_kv_whatever_the_name():
     content, other = "0f" * 32, "1e" * 32
     hashes = {"image": [content, "the logo", content], "video": [other]}
-    named = {"image": [None, "the logo", ContentHash(content)]}
+    given_names = {"image": [None, "the logo", ContentHash(content)]}
 
     def usable(*identifiers, given=None):
         features = [image(one) for one in identifiers]
         request = asked(mm_features=features, sampling_params=SimpleNamespace(extra_args=given))
-        note_contents(request)
+        note_contents(request, SECRET)
         assert {type(one) for one in sent(request)} == {str}, "msgspec sends no other strings"
-        return names_of(request, strong_hashes=True).usable
+        return named(request, strong_hashes=True).usable
 
     def sent(request):
         return [name for one in request.mm_features for name in (one.mm_hash, one.identifier)]
 
-    marked = mark_contents(hashes, named)
+    marked = mark_contents(hashes, given_names)
 
     assert marked == {"image": [content, "the logo", f"named-{content}"], "video": [other]}
     first, second, third = marked["image"]
@@ -193,17 +191,9 @@ def test_a_client_that_names_an_image_does_not_name_its_kv_whatever_the_name():
             assert not usable(wrong, given={"kvstore_contents": said}), "the client says so"
 
 
-def test_without_a_secret_no_image_is_named(monkeypatch):
-    monkeypatch.delenv(SECRET)
-    for said in ("a secret", "", None):
-        asking = SimpleNamespace(extra_args={"kvstore_contents": said})
-        request = asked(mm_features=[image()], sampling_params=asking)
-        assert not names_of(request, strong_hashes=True).usable
-
-
 def test_an_image_whose_name_came_from_elsewhere_before_is_not_believed(monkeypatch):
     """Under that name vLLM may have another image, and KV of it."""
-    doubtful = DoubtfulImages()
+    doubtful = DoubtfulImages(SECRET)
     said = SimpleNamespace(extra_args=None)
     honest, other = asked(mm_features=[image()]), asked(mm_features=[image("1e" * 32)])
     doubtful.note(honest)
@@ -224,13 +214,13 @@ def test_an_image_whose_name_came_from_elsewhere_before_is_not_believed(monkeypa
 def test_the_other_parameters_of_a_request_with_images_stay():
     given = {"kv_transfer_params": {"a": 1}}
     request = asked(mm_features=[image("cat")], sampling_params=SimpleNamespace(extra_args=given))
-    note_contents(request)
+    note_contents(request, SECRET)
     assert request.sampling_params.extra_args == given
     for one in (asked(sampling_params=None), asked(sampling_params=SimpleNamespace())):
-        note_contents(one)
+        note_contents(one, SECRET)
     no_generation = asked(mm_features=[image()], sampling_params=None)
-    note_contents(no_generation)
-    assert not names_of(no_generation, strong_hashes=True).usable
+    note_contents(no_generation, SECRET)
+    assert not named(no_generation, strong_hashes=True).usable
 
 
 def lora(**fields):

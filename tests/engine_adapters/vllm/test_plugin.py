@@ -14,10 +14,11 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from engine_adapters.vllm import plugin
-from engine_adapters.vllm.names import SECRET, config_digest
+from engine_adapters.vllm.names import config_digest
 from kvstore.protocol.errors import ConfigError
 from tests.engine_adapters.vllm.test_support import model_of
 
+SECRET = "KVSTORE_VLLM_SECRET"
 ROOT = Path(__file__).resolve().parents[3]
 
 
