@@ -198,10 +198,11 @@ def _names(request: Any) -> set[str]:
 def note_contents(request: Any, secret: str) -> None:
     """Tell the engine's process whether all images of a request are named by their content.
 
-    The type of an identifier does not get there. ``extra_args`` do, and a client's are replaced.
+    The type of an identifier does not get there; ``extra_args`` do.
 
     Args:
-        request: ``EngineCoreRequest``, before it is sent; its parameters are its own.
+        request: ``EngineCoreRequest``, before it is sent. Its parameters may have been those of an
+            earlier request, with that one's note.
         secret: of the server.
     """
     if not request.mm_features:

@@ -211,6 +211,14 @@ def test_an_image_whose_name_came_from_elsewhere_before_is_not_believed(monkeypa
     assert not doubtful.has(asked())
 
 
+def test_parameters_that_are_used_again_do_not_keep_the_note_of_another_request():
+    parameters = SimpleNamespace(extra_args=None)
+    for name, believed in ((ContentHash("0f" * 32), True), ("1e" * 32, False)):
+        request = asked(mm_features=[image(name)], sampling_params=parameters)
+        note_contents(request, SECRET)
+        assert named(request, strong_hashes=True).usable == believed
+
+
 def test_the_other_parameters_of_a_request_with_images_stay():
     given = {"kv_transfer_params": {"a": 1}}
     request = asked(mm_features=[image("cat")], sampling_params=SimpleNamespace(extra_args=given))
