@@ -167,10 +167,12 @@ class DoubtfulImages:
     vLLM keeps images, what its encoder makes of them, and KV under the names that come with a
     request. Some come from elsewhere (``--enable-scale-out``): nothing says whether they are true,
     so a later request with such a name is not believed either.
+
+    Args:
+        secret: as in :func:`names_of`.
     """
 
     def __init__(self, secret: str) -> None:
-        """``secret``: as in :func:`names_of`."""
         self._names: set[str] = set()
         self._secret = secret
 
