@@ -179,12 +179,12 @@ class DoubtfulImages:
     def note(self, request: Any) -> None:
         """A request has arrived: note its names, if nothing says that they are true."""
         if request.mm_features and not _names_contents(request, self._secret) and not self.full:
-            self._names |= _names(request)
+            self._names |= _hashes(request)
 
     def has(self, request: Any) -> bool:
         """Whether one of a request's names is doubtful; of many doubtful names, every name is."""
         return bool(request.mm_features) and (
-            self.full or not self._names.isdisjoint(_names(request))
+            self.full or not self._names.isdisjoint(_hashes(request))
         )
 
     @property
@@ -193,8 +193,10 @@ class DoubtfulImages:
         return len(self._names) >= _DOUBTS_MAX
 
 
-def _names(request: Any) -> set[str]:
-    return {one for each in request.mm_features for one in (each.identifier, each.mm_hash) if one}
+def _hashes(request: Any) -> set[str]:
+    """What may be hashes of contents among the names of a request's images, without adapters."""
+    names = [name or "" for one in request.mm_features for name in (one.identifier, one.mm_hash)]
+    return {name.rpartition(":")[2] for name in names if _CONTENT_HASH.fullmatch(name)}
 
 
 def note_contents(request: Any, secret: str) -> None:

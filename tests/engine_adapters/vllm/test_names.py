@@ -205,7 +205,18 @@ def test_an_image_whose_name_came_from_elsewhere_before_is_not_believed(monkeypa
     assert not doubtful.has(other)
     assert not doubtful.has(asked())
 
-    monkeypatch.setattr(names, "_DOUBTS_MAX", 1)
+    adapted = asked(mm_features=[image("1e" * 32)], sampling_params=said)
+    adapted.mm_features[0].identifier = "an adapter:" + "2d" * 32
+    adapted.mm_features[0].mm_hash = None
+    doubtful.note(adapted)
+    assert doubtful.has(asked(mm_features=[image("2d" * 32)]))
+
+    monkeypatch.setattr(names, "_DOUBTS_MAX", 3)
+    for name in ("cat", "named-" + "0f" * 32, "x" * 1_000_000):
+        doubtful.note(asked(mm_features=[image(name)], sampling_params=said))
+    assert not doubtful.full, "names that are no hash are no other image's, and are not kept"
+    assert not doubtful.has(other)
+    monkeypatch.setattr(names, "_DOUBTS_MAX", 2)
     assert doubtful.full
     assert doubtful.has(other)
     assert not doubtful.has(asked())
