@@ -225,13 +225,14 @@ def _make_way(field: str, path: Path) -> None:
         return
     if not stat.S_ISSOCK(found.st_mode):
         raise InvalidArgument(field, f"{path} is not a socket: remove it, or choose another path")
-    if _answers(path):
+    if answers(path):
         what = "another node listens there (or another program): stop it, or choose another path"
         raise InvalidArgument(field, f"{path}: {what}")
     path.unlink()
 
 
-def _answers(path: Path) -> bool:
+def answers(path: Path) -> bool:
+    """Whether a program listens at a Unix socket's path, or may: only a dead one is replaced."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(_PROBE_S)
         try:

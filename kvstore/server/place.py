@@ -7,14 +7,13 @@ the files of the running node alone: its sockets, and the record of its memory.
 import errno
 import fcntl
 import os
-import socket
 import stat
 from pathlib import Path
 from typing import Final
 
+from kvstore.process.listeners import answers
 from kvstore.protocol.errors import ConfigError, reason
 
-_PROBE_S: Final = 1.0
 _LOCKS: Final = Path("/proc/locks")
 _ADVICE: Final[dict[int | None, str]] = {
     errno.EACCES: ": give the node's user write access to {folder}, or set socket.path",
@@ -64,7 +63,7 @@ def check_free(path: Path) -> None:
         return
     if not stat.S_ISSOCK(path.stat().st_mode):
         raise ConfigError(f"socket.path={path} is not a socket: remove it, or set socket.path")
-    if _answers(path):
+    if answers(path):
         told = "another program listens there: stop it, or set socket.path"
         raise ConfigError(f"socket.path={path}: {told}")
 
@@ -80,15 +79,3 @@ def _holder(descriptor: int) -> str:
         return ""
     pids = [one[4] for one in lines if one[1:2] == ["FLOCK"] and one[5:6] == [wanted]]
     return next((pid for pid in pids if int(pid) > 0), "")
-
-
-def _answers(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(_PROBE_S)
-        try:
-            probe.connect(str(path))
-        except (ConnectionRefusedError, FileNotFoundError):
-            return False
-        except OSError:
-            return True
-        return True
