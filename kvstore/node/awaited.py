@@ -4,8 +4,11 @@ from collections.abc import Hashable
 from typing import NamedTuple
 
 from kvstore.protocol import wire
+from kvstore.protocol.errors import TransferTimeout
+from kvstore.state.disk.jobs import NOBODY_WAITS_NS, Durable
+from kvstore.state.table.pages import PageTable
 from kvstore.state.tree.prefix_tree import PrefixTree
-from kvstore.state.tree.sessions import Process
+from kvstore.state.tree.sessions import Fetch, Process
 
 Outcome = tuple[wire.Answer, Hashable]
 """An answer, and what to wait for to get a better one; None = nothing."""
@@ -36,3 +39,26 @@ def room_for(use: str, process: Process, space: PrefixTree, shard: int) -> RoomF
     """What to wait for until there is room for pages of a shard."""
     tenant, slot_bytes = space.identity.tenant, space.shards[shard].slot_bytes
     return RoomFor(use, tenant, slot_bytes, process.session.token, space.number)
+
+
+def acknowledge(request: wire.Persist, durable: Durable) -> wire.Answer:
+    """The answer to a Persist after its sync or its deadline.
+
+    Raises:
+        KVStoreError: the pages are not durable; they may be later.
+    """
+    if durable.error is not None:
+        raise durable.error
+    if not durable.ended:
+        durable.deadline_ns = NOBODY_WAITS_NS
+        raise TransferTimeout("the pages are not synced yet; they may be later")
+    return wire.Persisted(request.id)
+
+
+def give_up(pages: PageTable, process: Process, awaited: Hashable) -> None:
+    """A request does not wait any more: nothing further begins for it."""
+    match awaited:
+        case Fetch():
+            pages.end_fetch(process, awaited)
+        case Durable():
+            awaited.deadline_ns = NOBODY_WAITS_NS

@@ -17,7 +17,7 @@ object:
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Final, TypeVar
 
-from kvstore.node.awaited import RoomFor
+from kvstore.node.awaited import RoomFor, give_up
 from kvstore.node.copies import CopyRequests
 from kvstore.node.hello import free_label, refuse_hello, session_of
 from kvstore.node.leaving import LeavingProcesses
@@ -31,7 +31,7 @@ from kvstore.state.remote.jobs import FetchEnd, Holding, PeerLimits, SpreadEnd
 from kvstore.state.remote.pages import RemotePages
 from kvstore.state.table.pages import PageTable
 from kvstore.state.tree.actions import Abandoned, Action
-from kvstore.state.tree.sessions import Fetch, Peer, Process, Session
+from kvstore.state.tree.sessions import Peer, Process, Session
 from kvstore.state.tree.slots import SlotTable
 
 T = TypeVar("T")
@@ -399,8 +399,7 @@ class Node:
     def _stop_waiting(self, process: Process) -> None:
         for waiter in self.waiting.of(process.connection):
             self.waiting.remove(waiter)
-            if isinstance(waiter.awaited, Fetch):
-                self.pages.end_fetch(process, waiter.awaited)
+            give_up(self.pages, process, waiter.awaited)
         assert not process.fetches, "pages would stay pinned for a request that is gone"
 
     def _after(self, now_ns: int) -> None:

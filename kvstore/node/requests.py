@@ -21,7 +21,7 @@ from kvstore.protocol.errors import (
     TransferTimeout,
 )
 from kvstore.protocol.page import DIGEST_BYTES, KEY_BYTES, PrefixKey
-from kvstore.state.disk.jobs import Durable, SyncPolicy
+from kvstore.state.disk.jobs import SyncPolicy
 from kvstore.state.remote.jobs import Holding
 from kvstore.state.remote.located import LocatedChain, Span
 from kvstore.state.remote.pages import RemotePages
@@ -414,20 +414,6 @@ def refuse_others(request: wire.Request, peer: Peer) -> None:
         raise ProtocolError(f"{kind.__name__} is for other nodes only")
     if peer.remote and not isinstance(request, _OF_PEERS):
         raise ProtocolError(f"{kind.__name__} is not for other nodes: they read")
-
-
-def acknowledge(request: wire.Persist, durable: Durable) -> wire.Answer:
-    """The answer to a Persist after its sync or its deadline.
-
-    Raises:
-        KVStoreError: the pages are not durable; they may be later.
-    """
-    if durable.error is not None:
-        raise durable.error
-    if not durable.ended:
-        durable.deadline_ns = 1  # nobody waits for it any more
-        raise TransferTimeout("the pages are not synced yet; they may be later")
-    return wire.Persisted(request.id)
 
 
 def _retention(request: wire.CommitPut | wire.StorePage, now_ns: int) -> Retention:

@@ -17,9 +17,9 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvstore.node.awaited import Outcome, RoomFor
+from kvstore.node.awaited import Outcome, RoomFor, acknowledge
 from kvstore.node.copies import CopyRequests, tell_copies
-from kvstore.node.requests import Requests, acknowledge
+from kvstore.node.requests import Requests
 from kvstore.protocol import wire
 from kvstore.state.disk.jobs import Durable
 from kvstore.state.remote.spreads import Spreading

@@ -261,9 +261,12 @@ def test_a_long_durable_put_whose_connection_ends_keeps_no_page_in_memory():
 
     world.node.disconnected(1, world.now_ns, ended=True)
 
+    begun = world.writes()
     assert world.end(DiskJob) == []
     assert world.node.pages.slots.stats().pinned_bytes == 0
     assert not world.node.processes
+    [space] = world.node.pages.spaces
+    assert sum(node.on_disk for node in space.nodes.values()) == begun < 30
 
 
 def test_many_long_durable_puts_in_one_turn_begin_no_more_pages_than_one_step(monkeypatch):

@@ -36,6 +36,13 @@ class Backlog:
         self.pages += node.count
         assert len(self._waiting) <= BACKLOG_MAX, node
 
+    def put_back(self, node: PrefixNode, shard: int) -> None:
+        """Add the pages of a node that were just taken, as the next ones."""
+        if len(self._waiting) == BACKLOG_MAX:  # of them some wait still, or new ones have come
+            self.pages -= len(self._waiting.pop()[2]) // KEY_BYTES
+        self._waiting.appendleft((node.space, shard, node.keys))
+        self.pages += node.count
+
     def add_stored(self, node: PrefixNode, keys: Sequence[PrefixKey], shard: int) -> None:
         """Add pages that were stored as one node, which keeps the last of them.
 

@@ -288,6 +288,10 @@ DURABLES_MAX: Final = 1024
 """Maximum durable puts that wait for the disk, so that they do not pile up if it hangs."""
 
 
+NOBODY_WAITS_NS: Final = 1
+"""Deadline of a durable put that nobody waits for any more: no further write of it begins."""
+
+
 @dataclass(slots=True, eq=False)
 class Durable:
     """A durable put, or removal, that has not been acknowledged.

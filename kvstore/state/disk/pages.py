@@ -83,6 +83,7 @@ class DiskPages:
         acknowledged: durable puts and removals that ended.
         loads: loads of pages from disk.
         writes: writes of pages to disk.
+        persists: durable puts.
         unfinished: more can be written or acknowledged now, by :meth:`go_on`.
         exists: there is a disk; without one nothing is ever written, see :func:`no_disk`.
     """
@@ -117,11 +118,11 @@ class DiskPages:
         self.writes = Writes(
             memory, log, admission, self.limits, self.graves, self._syncs, self._queue
         )
-        self._persists = Persists(
+        self.persists = Persists(
             memory, log, rules, self.writes, self._syncs, self._queue, self._write,
             lambda: self.busy,
         )  # fmt: skip
-        self.acknowledged = self._persists.acknowledged
+        self.acknowledged = self.persists.acknowledged
 
     # ---- towards the disk -------------------------------------------------------------------
 
@@ -202,12 +203,9 @@ class DiskPages:
             waits = waits and not self.log.has_room(node.space, shard)
             if self.is_full or self._evicted >= EVICTED_TURN or waits:
                 return FULL
-            full, before = self._memory.counts["disk_full_pages"], self.writes.in_flight_bytes
-            each = node.space.shards[shard].record_bytes
-            room = max(1, (self.rules.in_flight_bytes_max - before) // each)
-            most = min(EVICTED_TURN - self._evicted, room)
-            self._write(node, shard, most=most)
-            begun = (self.writes.in_flight_bytes - before) // each
+            full = self._memory.counts["disk_full_pages"]
+            most = self._room(node, shard, EVICTED_TURN - self._evicted)
+            begun = self._write(node, shard, most=most)
             self._evicted += max(begun, node.count)
             if self.writes.holds(node, shard) or begun >= most:
                 verdict = WRITING  # the pages before it come first, if they are many
@@ -236,11 +234,11 @@ class DiskPages:
             DurabilityUnavailable: one of them must never be written to disk.
         """
         try:
-            return self._persists.begin(nodes, shard, deadline_ns, degraded=self.degraded)
+            return self.persists.begin(nodes, shard, deadline_ns, degraded=self.degraded)
         finally:
             self._syncs.advance(self._now_ns)
-            self._persists.end_some()
-            self.unfinished |= self._persists.may_go_on(degraded=self.degraded)
+            self.persists.end_some()
+            self.unfinished |= self.persists.may_go_on(degraded=self.degraded)
 
     def ensure_written(self, node: PrefixNode, shard: int) -> bool:
         """Whether the page is on disk; if not, it is being written now, regardless of admission.
@@ -251,9 +249,9 @@ class DiskPages:
         departs = node.space.departs(node) >> shard & 1
         if node.on_disk >> shard & 1 and not departs:
             return True
-        if not self.writes.holds(node, shard) and (
-            self.degraded or departs or not self._write(node, shard, Durable())
-        ):
+        if not (self.writes.holds(node, shard) or self.degraded or departs):
+            self._write(node, shard, Durable())
+        if departs or not self.writes.holds(node, shard):
             raise CapacityError("the SSD tier does not take this page now")
         return False
 
@@ -285,7 +283,7 @@ class DiskPages:
     def settled(self) -> bool:
         """Whether no page waits to be written or synced."""
         pending = self._backlog or self.graves.waiting_keys
-        if self.writes or len(self._persists) or (pending and not self.degraded):
+        if self.writes or len(self.persists) or (pending and not self.degraded):
             return False
         self._syncs.hurry()
         self._syncs.advance(self._now_ns)
@@ -312,11 +310,19 @@ class DiskPages:
         """Pins ended: fewer pages may have to be kept."""
         self._reclaimer.reconsider()
 
+    def _room(self, node: PrefixNode, shard: int, most: int) -> int:
+        """How many pages begin to be written at once: ``most``, within the bytes in flight."""
+        left_bytes = self.rules.in_flight_bytes_max - self.writes.in_flight_bytes
+        return max(1, min(most, left_bytes // node.space.shards[shard].record_bytes))
+
     def _write(
         self, node: PrefixNode, shard: int, durable: Durable | None = None,
         most: int = sys.maxsize,
-    ) -> bool:  # fmt: skip
-        begun = self.writes.begin(node, shard, self._now_ns, durable, most)
+    ) -> int:  # fmt: skip
+        """Start to write a node's pages and those before it; returns how many writes have begun."""
+        before = self.writes.in_flight_bytes
+        self.writes.begin(node, shard, self._now_ns, durable, most)
+        begun = (self.writes.in_flight_bytes - before) // node.space.shards[shard].record_bytes
         self._reclaimer.advance_reclaim(self._memory.moment.tick)
         return begun
 
@@ -326,15 +332,17 @@ class DiskPages:
         while self._backlog and not self.degraded and not self.is_full:
             if self._backlog.is_held(self.graves):
                 return  # they were taken out before they were stored again; that is not written yet
-            if not left:
+            if left <= 0:
                 self.unfinished = True
                 return
-            room_bytes = self.rules.in_flight_bytes_max - self.writes.in_flight_bytes
+            room_bytes, begun = self.rules.in_flight_bytes_max - self.writes.in_flight_bytes, 0
             looked, node, shard = self._backlog.take(left, room_bytes)
-            left -= looked
-            assert left >= 0
             if node is not None and self.writes.is_dirty(node, shard):
-                self._write(node, shard, Durable() if node.disk_pins else None)
+                most = self._room(node, shard, left)
+                begun = self._write(node, shard, Durable() if node.disk_pins else None, most)
+                if begun >= most and self.writes.is_dirty(node, shard):
+                    self._backlog.put_back(node, shard)  # the pages before it come first
+            left -= max(looked, begun)
 
     # ---- from the disk ----------------------------------------------------------------------
 
@@ -375,7 +383,7 @@ class DiskPages:
         """
         writes = len(self.writes)
         ended, of = self._queue.end(job, error)
-        self._persists.job_ended()
+        self.persists.job_ended()
         for number in failed:
             self.log.fail(number)
         if isinstance(ended, DiskSync):
@@ -418,16 +426,16 @@ class DiskPages:
     def go_on(self) -> None:
         """Write and sync waiting pages, as far as possible now."""
         self._evicted = 0
-        self._persists.end_some()
+        self.persists.end_some()
         if not self.degraded:
             self.graves.write()
-        self._persists.go_on(degraded=self.degraded)
+        self.persists.go_on(degraded=self.degraded)
         self._pump()
-        self.unfinished |= self._persists.may_go_on(degraded=self.degraded)
+        self.unfinished |= self.persists.may_go_on(degraded=self.degraded)
         if self._checks.runs:
             self._checks.go_on(len(self.loads))
         self._syncs.advance(self._now_ns)
-        self._persists.end_some()
+        self.persists.end_some()
         if self._reclaimer.choosing:
             self._reclaimer.advance_reclaim(self._memory.moment.tick)
         self.unfinished |= bool(self._syncs.ended) or self._reclaimer.choosing
@@ -437,7 +445,7 @@ class DiskPages:
         """Advance the clock to ``now_ns``; :meth:`go_on` then syncs and writes what is due."""
         assert now_ns >= self._now_ns, "the clock never goes back"
         self._now_ns = now_ns
-        self._persists.job_ended()
+        self.persists.job_ended()
         self._reclaimer.advance(now_ns, self._memory.moment.tick)
 
     def applied(self) -> None:

@@ -18,7 +18,7 @@ stays, whatever happens later.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from kvstore.protocol.errors import CapacityError, DurabilityUnavailable, TransferTimeout
@@ -35,6 +35,7 @@ PAGES_STEP = 128
 """Pages of durable puts that one step begins to write; a turn has two steps or fewer."""
 PUTS_STEP: Final = 8
 """Durable puts that one step looks at."""
+_CHECKED_PAGES: Final = 1024
 _FULL: Final = "the disk, or the space's quota of it, is full now; try later"
 
 
@@ -51,7 +52,8 @@ class Persists:
         writes: the writes of pages.
         syncs: syncs written records, and tells which puts have ended.
         queue: gets the slots that are no longer needed.
-        write: starts to write a node's pages and those before it: node, shard, put, maximum pages.
+        write: starts to write a node's pages and those before it: node, shard, put, maximum pages;
+            how many writes have begun.
         is_busy: whether a job of the tier may make room, or let a page be written, when it ends.
 
     Attributes:
@@ -60,7 +62,7 @@ class Persists:
 
     def __init__(
         self, memory: PageMemory, log: SegmentLog, rules: DiskRules, writes: Writes, syncs: Syncs,
-        queue: DiskQueue, write: Callable[[PrefixNode, int, Durable | None, int], bool],
+        queue: DiskQueue, write: Callable[[PrefixNode, int, Durable | None, int], int],
         is_busy: Callable[[], bool],
     ) -> None:  # fmt: skip
         self.acknowledged: list[Durable] = []
@@ -137,7 +139,9 @@ class Persists:
                 durable.error = durable.error or CapacityError(_FULL)
             elif 0 < durable.deadline_ns <= self._memory.moment.now_ns:
                 durable.error = durable.error or TransferTimeout("not all pages were written")
-            elif not self._goes_on(durable):
+            elif self._goes_on(durable):
+                self._in_vain = 0
+            else:
                 self._in_vain += 1
                 if not self._is_busy():
                     durable.error = CapacityError(_FULL)
@@ -157,6 +161,25 @@ class Persists:
         """Acknowledge some of those that are synced or failed."""
         for durable in self._syncs.take_some():
             self._end(durable)
+
+    def checks(self) -> Iterator[int]:
+        """Assert the state of each one that has not ended, one after another.
+
+        Yields:
+            0, after each one.
+        """
+        beginning = set(self._beginning)
+        assert len(beginning) == len(self._beginning), "it would go on twice"
+        assert beginning <= self._all
+        assert self._in_vain >= 0
+        for durable in list(self._all):
+            if durable not in self._all:
+                continue  # it has ended meanwhile
+            assert not durable.ended
+            assert bool(durable.rest) == (durable in self._beginning)
+            assert not durable.rest or (durable.outstanding > 0 and durable.error is None)
+            assert all(self._memory.slots.pinned(slot) for slot in durable.pinned[:_CHECKED_PAGES])
+            yield 0
 
     @property
     def _room_bytes(self) -> int:
@@ -183,10 +206,9 @@ class Persists:
             if durable.error is not None:
                 break
             assert found
-            last, before = found[-1][0], self._writes.in_flight_bytes
+            last, begun = found[-1][0], 0
             if _is_begun(last, shard) or self._log.has_room(space, shard):
-                self._write(last, shard, durable, most)  # with those before it
-            begun = (self._writes.in_flight_bytes - before) // each
+                begun = self._write(last, shard, durable, most)  # with those before it
             assert begun >= 0
             self._pages_left -= max(1, begun)
             if not (begun or _is_begun(last, shard)):

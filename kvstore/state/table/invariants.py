@@ -43,6 +43,8 @@ def checks(table: PageTable) -> Iterator[int]:
     for space in list(table.spaces):
         yield from _space(table, space)
     table.disk.graves.check()
+    for _ in table.disk.persists.checks():
+        yield 0
     for _ in table.disk.log.checks():
         yield 0
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from kvstore.protocol.counts import NO_RECORDS
 from kvstore.state.disk.jobs import DiskJob, DiskRead, DiskSync, DiskWrite
 from kvstore.state.disk.loads import LOADS_TURN
 from kvstore.state.disk.log import SegmentLog
@@ -43,6 +44,34 @@ def test_the_writes_of_a_long_prompt_begin_in_turns():
     world.disk.go_on()
     assert len(world.jobs(DiskWrite)) == BACKLOG_TURN + 10
     assert not world.table.residents.unfinished
+
+
+@pytest.mark.parametrize("in_flight_max", [1 << 30, 10 * RECORD])
+def test_the_writes_before_a_used_page_begin_in_turns(in_flight_max):
+    world = DiskWorld("selective", extents=140, segments=40, in_flight_max=in_flight_max)
+    path = "a" * (4 * RUN_PAGES_MAX + 10)
+    for end in range(RUN_PAGES_MAX, len(path) + RUN_PAGES_MAX, RUN_PAGES_MAX):
+        start = end - RUN_PAGES_MAX
+        world.store(world.me, world.mine, path[:end], start=start)
+    assert not world.jobs(DiskWrite)
+    at_once = min(BACKLOG_TURN, in_flight_max // RECORD) + RUN_PAGES_MAX
+
+    world.acquire(world.me, world.mine, path)
+
+    assert 0 < len(world.jobs(DiskWrite)) <= at_once
+    turns = 0
+    while not all(world.on_disk(path)):
+        assert world.jobs(DiskJob) or world.disk.unfinished, "nothing would write the rest"
+        for job in world.jobs(DiskWrite) if turns % 2 else ():
+            del world.open[job.job]
+            world.table.residents.disk.completed(job.job, None)
+        before = len(world.jobs(DiskWrite))
+        world.table.tiers.go_on()
+        assert len(world.jobs(DiskWrite)) - before <= at_once
+        check(world.table)
+        turns += 1
+        assert turns < 100
+    assert world.table.residents.disk.stats(NO_RECORDS).backlog_pages == 0
 
 
 def test_the_loads_of_a_long_prompt_begin_in_turns_and_end_as_one():
