@@ -18,7 +18,8 @@ from typing import Final
 from bench.measure import Progress, Report, Result
 from bench.trace import BLOCK_TOKENS, blocks
 from kvstore.protocol.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
-from kvstore.state.choice.policy import POLICIES, EvictionPolicy, enter, leave, new_policy
+from kvstore.state.choice.policies import POLICIES, new_policy
+from kvstore.state.choice.policy import EvictionPolicy, enter, leave
 from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.prefix_tree import PrefixTree, Shard
 from kvstore.state.tree.slots import Slot
@@ -174,6 +175,7 @@ class Furthest:
     """
 
     def __init__(self, requests: Sequence[Sequence[int]]) -> None:
+        self.behind = False
         self._requests = requests
         self._next_uses: list[list[int]] = []
         coming: dict[int, int] = {}
@@ -206,6 +208,10 @@ class Furthest:
 
     def forget(self, most: int) -> bool:  # noqa: ARG002
         """It is never replaced."""
+        return True
+
+    def sweep(self, most: int) -> bool:  # noqa: ARG002
+        """Its choices pass over whatever has left."""
         return True
 
     def pop(self, tick: int) -> PrefixNode | None:  # noqa: ARG002

@@ -35,6 +35,12 @@ class RoomFor(NamedTuple):
     space: int
 
 
+def room_is_coming(pages: PageTable) -> bool:
+    """Whether there will be more room without a further request."""
+    held = pages.residents
+    return pages.draining.now is not None or pages.disk.busy or held.eviction.behind
+
+
 def room_for(use: str, process: Process, space: PrefixTree, shard: int) -> RoomFor:
     """What to wait for until there is room for pages of a shard."""
     tenant, slot_bytes = space.identity.tenant, space.shards[shard].slot_bytes

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvstore.node.awaited import Outcome, room_for
+from kvstore.node.awaited import Outcome, room_for, room_is_coming
 from kvstore.protocol import wire
 from kvstore.protocol.errors import (
     CapacityError,
@@ -142,7 +142,7 @@ class Requests:
         _check_parent(request.parent)
         if request.lease_ms < 1:
             raise InvalidArgument("lease_ms", f"{request.lease_ms} is less than 1")
-        disk, remote = self._pages.disk, self.remote
+        remote = self.remote
         if remote is not None and process.peer.remote:
             remote = None
         if not space.disk_bytes and remote is None:
@@ -172,8 +172,7 @@ class Requests:
             if fetch.waits:
                 return wire.Acquired(request.id, b"", b""), fetch
             self._pages.end_fetch(process, fetch)
-            coming = self._pages.draining.now is not None or disk.busy
-            if coming and (missing or full):
+            if room_is_coming(self._pages) and (missing or full):
                 room = room_for("load", process, space, shard)
                 return wire.Acquired(request.id, b"", b"", ready), room
         return self._lease(process, request, now_ns, ready), None
@@ -246,8 +245,8 @@ class Requests:
             process, request.put, space, request.shard, keys, PrefixKey(parent), tokens
         )
         assert len(statuses) == asked
-        draining, last = self._pages.draining, statuses[-1]
-        busy = last is NO_ROOM and (draining.now is not None or self._pages.disk.busy)
+        last = statuses[-1]
+        busy = last is NO_ROOM and room_is_coming(self._pages)
         if asked < count:
             ended = last in (NO_ROOM, NO_PARENT)
             statuses += [last if ended else NO_ROOM] * (count - asked)

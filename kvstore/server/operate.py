@@ -24,7 +24,7 @@ from kvstore.server.removals import drop
 from kvstore.server.status import NodeStatus
 from kvstore.server.turns import Turns, Work
 from kvstore.server.verify import Verifier
-from kvstore.state.choice.policy import POLICIES
+from kvstore.state.choice.policies import POLICIES
 from kvstore.state.choice.quotas import PIN_KEYS_MAX, expiry
 from kvstore.state.table.pages import PageTable
 from kvstore.state.tree.node import PrefixNode
@@ -283,7 +283,7 @@ class OperatorRequests:
             if freed:
                 deadline_ns = now_ns + int(LIMIT_S * 1e9)
             # Pages being written are evicted when that is done.
-            yield None if freed else _POLL_S
+            yield None if freed or tier == "ssd" else _POLL_S
 
     def _shrink(self, job: OperatorJob, space: PrefixTree, tier: str) -> tuple[int, bool, bool]:
         """Evict some pages of a space.
@@ -297,11 +297,11 @@ class OperatorRequests:
             before = space.disk_bytes
             kept = table.tiers.shrink(space, _SHRINK_PAGES)
             job.pages += _evicted(table)
-            return before - space.disk_bytes, kept, False
+            return before - space.disk_bytes, kept, table.disk.limits.behind
         before = space.host_bytes
         kept = table.room.shrink(space, _SHRINK_PAGES)
         job.pages += _evicted(table)
-        return before - space.host_bytes, kept, disk.busy
+        return before - space.host_bytes, kept, disk.busy or table.eviction.behind
 
     def _moved(
         self, kind: str, asked: operations.MovePages | operations.PrefetchPages, to: str, by: Caller

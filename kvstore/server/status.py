@@ -16,7 +16,7 @@ from kvstore.server.cluster import ClusterSide
 from kvstore.server.installed import installed
 from kvstore.server.nodes import node_list
 from kvstore.server.publish import Publication
-from kvstore.state.choice.policy import POLICIES
+from kvstore.state.choice.policies import POLICIES
 from kvstore.tier.host import HostMemory
 from kvstore.transport.mooncake import MooncakeTransport
 

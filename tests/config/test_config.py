@@ -8,7 +8,7 @@ import pytest
 from conductor.config import load_conductor
 from kvstore.config import HostConfig, HttpConfig, ServerConfig, load, show
 from kvstore.protocol.errors import ConfigError
-from kvstore.state.choice.policy import POLICIES
+from kvstore.state.choice.policies import POLICIES
 
 
 def read(tmp_path, toml="", environ=None, overrides=()):

@@ -10,7 +10,12 @@ from kvstore.node.node import Node
 from kvstore.node.requests import NodeLimits
 from kvstore.node.waiting import QUEUES_TICK, SESSION_QUEUES_TICK, Waiter, WaitingRoom
 from kvstore.protocol import wire
-from kvstore.protocol.page import CanonicalLayout, ShardSpec, SpaceIdentity, page_keys
+from kvstore.protocol.page import (
+    CanonicalLayout,
+    ShardSpec,
+    SpaceIdentity,
+    page_keys,
+)
 from kvstore.state.table.pages import PageTable
 from kvstore.state.tree.actions import PageStatus
 from kvstore.state.tree.sessions import Peer

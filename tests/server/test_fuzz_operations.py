@@ -21,7 +21,7 @@ from kvstore.server.channel import Caller
 from kvstore.server.inspect import Inspection
 from kvstore.server.operate import OperatorRequests
 from kvstore.server.refusal import Refusal
-from kvstore.state.choice.policy import POLICIES
+from kvstore.state.choice.policies import POLICIES
 from kvstore.state.table.invariants import check
 from kvstore.state.tree.node import Retention
 from tests.state.disk.disk_world import DiskWorld

@@ -7,11 +7,12 @@ Replicas, pages that a peer has too, have additional queues of their own.
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from itertools import islice
 from typing import Final
 
 from kvstore.protocol.page import PrefixKey
-from kvstore.state.choice.policy import EvictionPolicy, LeastRecent, Looks, enter, leave, new_policy
+from kvstore.state.choice.continued import BELOW_LOOKS, leaves_behind
+from kvstore.state.choice.policies import POLICIES, new_policy
+from kvstore.state.choice.policy import EvictionPolicy, LeastRecent, Looks, enter, leave
 from kvstore.state.choice.quotas import Quotas
 from kvstore.state.choice.sources import Sources
 from kvstore.state.tree.columns import last_slot
@@ -37,9 +38,6 @@ stays."""
 TAKE_OVER_MAX: Final = 64
 """Maximum leaves that each choice moves to a new policy, so that no request waits for all of
 them."""
-BELOW_LOOKS: Final = 64
-"""Maximum leaves that were continued behind which a choice looks for others, pages between each of
-them and its leaf, and children of each of these."""
 FORGOTTEN_MAX: Final = 512
 """Maximum things learnt by a replaced policy that are freed at a time: 0.1 ms."""
 
@@ -64,7 +62,7 @@ class Eviction:
 
     Args:
         slots: the slots of the host tier.
-        policy: name of the policy, one of :data:`kvstore.state.choice.policy.POLICIES`.
+        policy: name of the policy, one of :data:`kvstore.state.choice.policies.POLICIES`.
 
     Raises:
         InvalidArgument: no policy has that name.
@@ -96,6 +94,8 @@ class Eviction:
         self._others_used: dict[tuple[str, int], int] = {}
         #: Queues that have taken leaves over for this choice.
         self._took_over: set[tuple[str, int]] = set()
+        #: Queues in which a choice has stopped at leaves that have left otherwise.
+        self._behind: dict[tuple[str, int], None] = {}
         #: The next leaf of each queue that was asked, which no queue has until it is chosen, until
         #: another leaf comes to its queue, or the choice ends.
         self._next: dict[tuple[str, int], PrefixNode] = {}
@@ -117,6 +117,28 @@ class Eviction:
             yield
         finally:
             self.spared_since_ns = 0
+
+    @property
+    def behind(self) -> bool:
+        """Whether a choice may have found no victim though there is one, until :meth:`sweep`.
+
+        Many leaves have left otherwise, and no choice passes all of their entries at once.
+        """
+        return bool(self._behind)
+
+    def sweep(self, most: int) -> int:
+        """Remove up to ``most`` entries for each queue where a choice has stopped.
+
+        Returns:
+            how many of these queues have a victim now, or are empty.
+        """
+        swept = 0
+        for queue in list(self._behind):
+            found = self._queues.get(queue), self._before.get(queue), self._replicas.get(queue)
+            if all(policy.sweep(most) for policy in found if policy is not None):
+                del self._behind[queue]
+                swept += 1
+        return swept
 
     def change_policy(self, policy: str) -> None:
         """Use another policy from now on; leaves are moved as victims are chosen.
@@ -305,6 +327,8 @@ class Eviction:
         while line is not None and self._strays < TAKE_OVER_MAX:
             node = line.pop(self._tick)
             if node is None:
+                if line.behind:
+                    self._behind[queue] = None
                 return None
             if not (slot_bytes in classes(node) and self.evictable(node)):
                 continue
@@ -351,11 +375,8 @@ class Eviction:
 
         Nobody is to wait until a choice has passed all those that were continued, or are read.
         """
-        found: list[PrefixNode] = []
-        for node in continued:
-            leaf = _a_leaf_behind(node)
-            if leaf is not None and slot_bytes in classes(leaf) and self.evictable(leaf):
-                found.append(leaf)
+        leaves = [leaf for leaf in leaves_behind(continued) if slot_bytes in classes(leaf)]
+        found = [leaf for leaf in leaves if self.evictable(leaf)]
         if not found:
             return None
         chosen = min(found, key=lambda leaf: (self._has_grace(leaf), leaf.access))
@@ -391,9 +412,12 @@ class Eviction:
 
     def _look_further(self, queue: tuple[str, int]) -> bool:
         """The queue is empty: add leaves of the previous policy, or skipped ones; False if none."""
-        if self._take_more(queue):
-            return True
-        return self._lift_grace(queue)
+        more = not self._queue(*queue).behind and self._take_more(queue)
+        before = self._before.get(queue)
+        if self._queue(*queue).behind or (before is not None and before.behind):
+            self._behind[queue] = None
+            return False
+        return more or self._lift_grace(queue)
 
     def _take_more(self, queue: tuple[str, int]) -> bool:
         """Move leaves from the previous policy; False if it has none left."""
@@ -442,7 +466,10 @@ class Eviction:
         for _ in range(most):
             node = before.pop(self._tick)
             if node is None:
-                return False
+                if not before.behind:
+                    return False
+                before.sweep(most)
+                return True
             self._queue(*name).add_candidate(node, self._tick)
         return True
 
@@ -461,20 +488,8 @@ class Eviction:
     def _queue(self, name: str, slot_bytes: int) -> EvictionPolicy:
         queue = self._queues.get((name, slot_bytes))
         if queue is None:
-            queue = self._queues[name, slot_bytes] = new_policy(self.policy, slot_bytes)
+            queue = self._queues[name, slot_bytes] = POLICIES[self.policy](slot_bytes)
         return queue
-
-
-def _a_leaf_behind(node: PrefixNode) -> PrefixNode | None:
-    """A page in memory behind a node that no other one in memory continues; None if too far."""
-    for _ in range(BELOW_LOOKS):
-        if not node.children_in_memory:
-            return node
-        for child in islice(node.below.values(), BELOW_LOOKS):
-            if child.in_memory:
-                node = child
-                break
-    return None
 
 
 def is_held(node: PrefixNode) -> bool:
@@ -487,15 +502,3 @@ def classes(node: PrefixNode) -> list[int]:
     shards = node.space.shards
     found = [shards[shard].slot_bytes for shard in node.slot_columns]
     return found if len(found) < 2 else sorted(set(found))
-
-
-def bytes_of_a_page(node: PrefixNode) -> int:
-    """Bytes of memory that each page of the node takes, all its shards together."""
-    shards = node.space.shards
-    return sum([shards[shard].slot_bytes for shard in node.slot_columns])
-
-
-def slots_of_a_page(node: PrefixNode, slot_bytes: int) -> int:
-    """Number of slots of this size that each page of the node has; at least 1."""
-    shards = node.space.shards
-    return max(1, sum([shards[shard].slot_bytes == slot_bytes for shard in node.slot_columns]))

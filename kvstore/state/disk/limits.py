@@ -28,6 +28,8 @@ WALK_MAX: Final = 1024
 kept."""
 FREED_TURN = 1024
 """Leaves that one turn lets go of when a quota has ended: of a million, all took 20 ms and more."""
+LOOKS_MAX = 256
+"""Leaves that one choice passes that were used, or are leaves no more, since they were queued."""
 _NOBODY: Final = ChosenLeaves()
 
 
@@ -38,9 +40,11 @@ class _Plan:
         victims: (node, pages); of the last node it may be a part.
         freed_bytes: what they have on disk.
         cut_short: there may be more leaves, but not in this turn.
+        looks_left: see :data:`LOOKS_MAX`.
     """
 
     def __init__(self) -> None:
+        self.looks_left = LOOKS_MAX
         self.victims: list[tuple[PrefixNode, int]] = []
         self.freed_bytes = 0
         self.cut_short = False
@@ -72,9 +76,12 @@ class DiskLimits:
     Attributes:
         writing: the pages that are being written; maintained by
             :class:`~kvstore.state.disk.writes.Writes`.
+        behind: the last choice has found too little because it passed :data:`LOOKS_MAX` leaves;
+            the next one goes on behind them.
     """
 
     def __init__(self, memory: PageMemory, log: SegmentLog, queue: DiskQueue) -> None:
+        self.behind = False
         self.writing = WritesUnderWay()
         self.quotas = Quotas(lambda space: space.disk_bytes)
         self._memory = memory
@@ -172,6 +179,7 @@ class DiskLimits:
             return False
         plan = self._choose(leaves, needed, pages_max, spared)
         fits = plan.freed_bytes >= needed
+        self.behind = plan.cut_short
         going = plan if fits or plan.cut_short else plan.leading(self._excess(space, 0))
         self._carry_out(going)
         for node, _ in plan.victims:
@@ -208,8 +216,9 @@ class DiskLimits:
         """
         plan, chosen, pages_left = _Plan(), ChosenLeaves(), pages_max
         while (left := needed_bytes - plan.freed_bytes) > 0:
-            node = self._next(leaves, chosen, spared)
+            node = self._next(leaves, plan, chosen, spared)
             if node is None:
+                plan.cut_short = bool(leaves.queued)
                 break
             pages = min(node.count, pages_left, -(-left // _bytes_of(node)))
             if pages:
@@ -226,17 +235,25 @@ class DiskLimits:
         return plan
 
     def _next(
-        self, leaves: Leaves, chosen: ChosenLeaves, spared: Collection[PrefixNode]
+        self, leaves: Leaves, plan: _Plan, chosen: ChosenLeaves, spared: Collection[PrefixNode]
     ) -> PrefixNode | None:
-        """Take out the coldest leaf that may go once those in ``chosen`` have left."""
-        while (first := leaves.pop()) is not None:
+        """Take out the coldest leaf that may go once those in ``chosen`` have left.
+
+        Of many that were used since they were queued it is the coldest that was looked at.
+        """
+        found: list[PrefixNode] = []
+        while plan.looks_left > 0 and (first := leaves.pop()) is not None:
             node, was_used = first
-            if node in spared or not self._may_go(node, chosen):
-                continue
-            if not was_used:
-                return node
-            leaves.add(node)
-        return None
+            if node not in spared and self._may_go(node, chosen):
+                found.append(node)
+                if not was_used:
+                    break
+            plan.looks_left -= 1
+        coldest = min(found, key=lambda node: node.access, default=None)
+        for node in found:
+            if node is not coldest:
+                leaves.add(node)
+        return coldest
 
     def _carry_out(self, plan: _Plan) -> None:
         """Remove the pages of a plan from disk; what is before them may become a leaf."""

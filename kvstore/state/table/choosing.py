@@ -8,7 +8,8 @@ where the next choice depends on what becomes of this one; then another is made.
 from collections import Counter
 from typing import Final
 
-from kvstore.state.choice.eviction import bytes_of_a_page, classes, slots_of_a_page
+from kvstore.state.choice.eviction import classes
+from kvstore.state.table.draining import bytes_of_a_page
 from kvstore.state.table.residents import Residents
 from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.prefix_tree import PrefixTree
@@ -128,7 +129,7 @@ class RoomChooser:
                 if not limited and held.draining.skips(node, slot_bytes):
                     continue
                 spare = held.quotas.spare(node.space, space)
-                each = slots_of_a_page(node, slot_bytes)
+                each = _slots_of_a_page(node, slot_bytes)
                 pages = -(-left // each)
                 if spare is not None:  # what is more is reserved, maybe with what has been taken
                     pages = min(pages, 1 + max(0, spare - slot_bytes) // bytes_of_a_page(node))
@@ -171,7 +172,7 @@ class RoomChooser:
             if wanted.slot_bytes not in classes(run) or not self._held.eviction.releasable(run):
                 continue
             if not run.memory & ~run.on_disk:
-                each = slots_of_a_page(run, wanted.slot_bytes)
+                each = _slots_of_a_page(run, wanted.slot_bytes)
                 plan.take(Leaving(run, min(run.count, -(-wanted.slots // each))))
                 break
             if writes_left <= 0:
@@ -184,7 +185,7 @@ class RoomChooser:
     def _is_other_colder(self, space: PrefixTree, slot_bytes: int, own: PrefixNode | None) -> bool:
         """Whether an extent of another class gives room, in the place of a victim of this one."""
         draining, held = self._held.draining, self._held
-        if held.eviction.spared_since_ns:
+        if held.eviction.spared_since_ns or held.eviction.behind:
             return False
         if draining.now is not None:
             return draining.serves(space, slot_bytes)
@@ -201,3 +202,9 @@ def _runs_before(head: PrefixNode) -> list[PrefixNode]:
             found.append(at)
         at = at.above
     return found
+
+
+def _slots_of_a_page(node: PrefixNode, slot_bytes: int) -> int:
+    """Number of slots of this size that each page of the node has; at least 1."""
+    shards = node.space.shards
+    return max(1, sum([shards[shard].slot_bytes == slot_bytes for shard in node.slot_columns]))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import islice, repeat
 from typing import Final
 
-from kvstore.state.choice.eviction import bytes_of_a_page, is_held
+from kvstore.state.choice.eviction import is_held
 from kvstore.state.choice.policy import enter
 from kvstore.state.choice.quotas import Quotas
 from kvstore.state.table.orphans import tails_first
@@ -265,3 +265,9 @@ class Draining:
         return not any(
             self._slots.in_use(slot) for shard in node.slot_columns for slot in node.slots_of(shard)
         )
+
+
+def bytes_of_a_page(node: PrefixNode) -> int:
+    """Bytes of memory that each page of the node takes, all its shards together."""
+    shards = node.space.shards
+    return sum([shards[shard].slot_bytes for shard in node.slot_columns])

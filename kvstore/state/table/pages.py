@@ -48,7 +48,7 @@ class PageTable:
 
     Args:
         slots: the slots of the host tier.
-        policy: the eviction policy, one of :data:`kvstore.state.choice.policy.POLICIES`.
+        policy: the eviction policy, one of :data:`kvstore.state.choice.policies.POLICIES`.
 
     Raises:
         InvalidArgument: no policy has that name.

@@ -94,7 +94,7 @@ class Residents:
         """Whether work is left for later turns: :meth:`drop_orphans`, :meth:`drain`, writes."""
         if self.orphans or self.draining.now is not None or self.draining.returning:
             return True
-        if self.pins.ending:
+        if self.pins.ending or self.eviction.behind:
             return True
         return self.disk.unfinished or len(self.disk.loads.beginning) > 0
 
@@ -162,7 +162,7 @@ class Residents:
         assert verdict is not EVICT, node
 
     def offer_more(self, most: int) -> int:
-        """Offer up to ``most`` pages that no queue has: how many.
+        """Offer up to ``most`` pages that no queue has, and sweep queues: how many of both.
 
         These are leaves that were skipped while an extent was emptied or pages before them were
         written, and pages of pins that have ended.
@@ -177,7 +177,7 @@ class Residents:
             gone = self.pins.let_go(most - offered)
             self.unprotected(gone)
             offered += len(gone)
-        return offered
+        return offered + self.eviction.sweep(most)
 
     def unprotected(self, nodes: Sequence[PrefixNode]) -> None:
         """Pins of these nodes ended: the nodes may be evictable, their segments reclaimable."""

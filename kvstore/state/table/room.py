@@ -63,7 +63,8 @@ class Room:
                 if held.offer_more(EMPTY_MAX):
                     plans_left -= EMPTY_MAX // 4  # what is offered may be of no use, and be much
                     continue
-                if held.draining.serves(space, slot_bytes) or held.eviction.spared_since_ns:
+                held_back = held.eviction.spared_since_ns > 0 or held.eviction.behind
+                if held_back or held.draining.serves(space, slot_bytes):
                     break
                 if not self._spill(RoomRequest(space, slot_bytes, count - len(taken), head)):
                     break
@@ -207,7 +208,8 @@ class Room:
         if draining.is_half_used(space, slot_bytes):
             eviction.now_ns, draining.tick = moment.now_ns, moment.tick
             own = eviction.victim(space, slot_bytes)
-            draining.begin(space, slot_bytes, own, moment.now_ns)
+            if not eviction.behind:
+                draining.begin(space, slot_bytes, own, moment.now_ns)
             if own is not None:
                 self._held.add_candidate(own)
             eviction.end_choice()

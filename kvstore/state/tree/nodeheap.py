@@ -124,6 +124,10 @@ class NodeLine:
         """Add an entry at the front."""
         self._line.appendleft(entry)
 
+    def first(self) -> Entry:
+        """The first entry; the queue is not empty."""
+        return (self._line or self._former or self._newer)[0]
+
     def popleft(self) -> Entry:
         """Remove and return the first entry; the queue is not empty."""
         return (self._line or self._former or self._newer).popleft()

@@ -19,7 +19,7 @@ import pytest
 
 from kvstore.protocol.errors import KVStoreError
 from kvstore.server.admin.routes import ROUTES, Route
-from kvstore.state.choice.policy import POLICIES
+from kvstore.state.choice.policies import POLICIES
 from tests.client.conftest import READY, Daemon, arguments
 from tests.fuzz.test_socket import STALLS_MAX
 from tests.looking_up import LookingUp

@@ -1,7 +1,7 @@
 """Goal: policy ``kvstore`` brings only leaves up to date, whatever else has stood in its cells."""
 
 from bench.policy import SLOT_BYTES
-from kvstore.state.choice.policy import HighestReuse
+from kvstore.state.choice.highest_reuse import HighestReuse
 from tests.state.world import World, key
 
 

@@ -11,16 +11,9 @@ from bench.policy import SLOT_BYTES, Furthest, Simulation, simulate
 from kvstore.protocol.errors import InvalidArgument
 from kvstore.protocol.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.choice.eviction import FORGOTTEN_MAX
-from kvstore.state.choice.policy import (
-    COST_MAX,
-    MOVES_MAX,
-    MOVES_TICK_MAX,
-    POLICIES,
-    EvictionPolicy,
-    HighestReuse,
-    LeastRecent,
-    new_policy,
-)
+from kvstore.state.choice.highest_reuse import COST_MAX, MOVES_TICK_MAX, HighestReuse
+from kvstore.state.choice.policies import POLICIES, new_policy
+from kvstore.state.choice.policy import MOVES_MAX, EvictionPolicy, LeastRecent
 from kvstore.state.choice.reuse import BINS, Kind, LearnedReuse
 from kvstore.state.table.invariants import check
 from kvstore.state.table.pages import PageTable
@@ -39,6 +32,7 @@ class Watched:
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self.policy = policy
+        self.behind = False
         self.offered: set[PrefixNode] = set()
 
     def stored(self, node: PrefixNode, keys: list[PrefixKey], tick: int) -> None:
@@ -61,6 +55,9 @@ class Watched:
             left = [one for one in self.offered if is_live(one) and not one.children]
             assert not left, "a leaf was lost"
         return node
+
+    def sweep(self, most: int) -> bool:
+        return self.policy.sweep(most)
 
 
 def chained(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -358,6 +355,21 @@ def test_leaves_that_have_gone_otherwise_do_not_wait_in_the_heap_for_the_next_ch
     assert [policy.pop(0) for _ in range(21)] == [*nodes[40:], None]
 
 
+def counted_pops(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Gets an item for each entry that is taken out of a queue."""
+    pops: list[int] = []
+    for kind in (NodeHeap, NodeLine):
+        name = "pop" if kind is NodeHeap else "popleft"
+        popped = getattr(kind, name)
+
+        def pop(self: object, popped: Callable[[object], object] = popped) -> object:
+            pops.append(1)
+            return popped(self)
+
+        monkeypatch.setattr(kind, name, pop)
+    return pops
+
+
 def changed_leaves(
     policy: str, monkeypatch: pytest.MonkeyPatch, *, used: bool
 ) -> tuple[World, PrefixTree, list[int]]:
@@ -375,17 +387,7 @@ def changed_leaves(
             world.table.release(engine, lease)
         else:
             world.store(engine, space, name + "ab", start=2)
-    pops: list[int] = []
-    for kind in (NodeHeap, NodeLine):
-        name = "pop" if kind is NodeHeap else "popleft"
-        popped = getattr(kind, name)
-
-        def pop(self: object, popped: Callable[[object], object] = popped) -> object:
-            pops.append(1)
-            return popped(self)
-
-        monkeypatch.setattr(kind, name, pop)
-    return world, space, pops
+    return world, space, counted_pops(monkeypatch)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.state.choice.policy import POLICIES
+from kvstore.state.choice.policies import POLICIES
 from kvstore.state.choice.reuse import OBSERVED_MAX, LearnedReuse, Observation
 from kvstore.state.table.invariants import check
 from kvstore.state.tree.node import PrefixNode, Retention, is_live

@@ -5,7 +5,7 @@ import pytest
 from kvstore.node.movements import Prefetch
 from kvstore.protocol.counts import NO_RECORDS
 from kvstore.protocol.errors import CapacityError, PageCorrupt
-from kvstore.state.choice.policy import POLICIES
+from kvstore.state.choice.policies import POLICIES
 from kvstore.state.disk.jobs import (
     DiskRead,
     DiskSeal,

@@ -1,0 +1,147 @@
+"""Goal: no choice of a victim passes many leaves that have left otherwise, and none is lost."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from bench.node_alone import Clock, Engine, LoneNode
+from kvstore.protocol import wire
+from kvstore.protocol.page import PrefixKey
+from kvstore.state.choice.policies import POLICIES
+from kvstore.state.disk.jobs import DiskJob
+from kvstore.state.table.pages import PageTable
+from kvstore.state.tree.actions import PageStatus
+from kvstore.state.tree.node import PrefixNode
+from kvstore.state.tree.prefix_tree import PrefixTree
+from kvstore.state.tree.sessions import Process
+from tests.state.choice.test_policies import counted_pops
+from tests.state.disk.disk_world import DiskWorld
+from tests.state.world import PAGE, World, identity, key
+
+
+def gone_leaves(policy: str) -> tuple[World, Process, PrefixTree, PrefixTree]:
+    """A full node: of 2,560 leaves the oldest 2,000 have left, and a long prompt took the room."""
+    world = World(extents=20, slots_each=128)
+    world.table.eviction.change_policy(policy)
+    engine = world.process()
+    space = world.space(engine)
+    for number in range(2560):
+        world.store(engine, space, chr(0x4E00 + number))
+    for number in range(2000):
+        node = space.nodes[key(chr(0x4E00 + number))]
+        world.table.residents.drop(node, 0, "operator")
+    model = identity(model="other")
+    other, _ = world.table.spaces.open(engine.session, model, [space.shards[0].spec])
+    assert set(world.store(engine, other, "a" * 2000)) == {PageStatus.GRANTED}
+    return world, engine, space, other
+
+
+def swept_victims(
+    world: World, space: PrefixTree, pops: list[int], pops_max: int
+) -> Iterator[PrefixNode | None]:
+    """All victims, one in each tick; None when leaves that have left must be swept first."""
+    eviction, vain = world.table.eviction, 0
+    while vain < 200:
+        world.table.moment.tick += 1
+        eviction.used(space.index[key(chr(0x4E00 + 2559))], world.table.moment.tick)
+        pops.clear()
+        victim = eviction.victim(space, PAGE)
+        eviction.end_choice()
+        if victim is None and not eviction.behind:
+            return
+        if victim is None:
+            assert world.table.residents.unfinished, "nobody would sweep"
+            world.table.residents.offer_more(64)
+            vain += 1
+        assert len(pops) <= pops_max
+        yield victim
+    raise AssertionError("they are never passed")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("to", [*POLICIES, ""])
+def test_no_choice_passes_over_many_leaves_that_have_left_and_none_behind_them_is_lost(
+    policy, to, monkeypatch
+):
+    monkeypatch.setattr("kvstore.state.choice.policy.LOOKS_MAX", 100)
+    world, _, space, other = gone_leaves(policy)
+    if to:
+        world.table.eviction.change_policy(to)
+    pops = counted_pops(monkeypatch)
+
+    found = list(swept_victims(world, space, pops, 100 + 4 * 64))
+
+    assert None in found, "all were passed at once"
+    left = [space.index[key(chr(0x4E00 + number))] for number in range(2000, 2560)]
+    assert set(found) == {None, *left, other.index[key("a" * 2000)]}
+
+
+def test_what_follows_a_put_keeps_its_place_while_leaves_that_have_left_are_passed(monkeypatch):
+    """Nothing else leaves in the place of the victim that is behind them."""
+    monkeypatch.setattr("kvstore.state.choice.policy.LOOKS_MAX", 10)
+    world, engine, space, other = gone_leaves("lru")
+
+    assert world.store(engine, space, "n") == [PageStatus.NO_ROOM]
+
+    assert all(key(chr(0x4E00 + number)) in space.nodes for number in range(2000, 2560))
+    assert len(other.nodes) == 2000
+    assert world.table.draining.now is None
+
+
+def test_a_put_waits_while_entries_of_leaves_that_have_left_are_swept(monkeypatch):
+    monkeypatch.setattr("kvstore.state.choice.policy.LOOKS_MAX", 10)
+    lone = LoneNode(512, "lru", Clock(), at_once=False)
+    engine, node = Engine(lone, 1), lone.desk.node
+    prompts = [lone.keys(1) for _ in range(512)]
+    for prompt in prompts:
+        engine.put(prompt)
+
+    def drop(table: PageTable) -> None:
+        [space] = table.spaces
+        for prompt in prompts[:400]:
+            table.residents.drop(space.nodes[PrefixKey(prompt)], 0, "operator")
+
+    lone.desk.operate(drop)
+    long = lone.keys(400)
+    engine.put(long)
+    begun, _ = engine.put_messages(lone.keys(1))
+
+    lone.desk.receive(engine.connection, begun)
+
+    assert not engine.answers, "it waits rather than be refused"
+    turns = 0
+    while not engine.answers:
+        assert node.unfinished, "nothing would end the wait before the next tick"
+        lone.go_on()
+        turns += 1
+    [granted] = engine.answers
+    assert isinstance(granted, wire.PutGranted)
+    assert set(granted.statuses) == {PageStatus.GRANTED}
+    engine.answers.clear()
+    assert 1 < turns < 20
+    assert [engine.lookup(prompt) for prompt in prompts[400:402]] == [0, 1]
+    assert engine.lookup(long) == 400
+
+
+def test_a_prompt_does_not_give_its_own_pages_while_leaves_that_have_left_are_swept(monkeypatch):
+    world = DiskWorld("through", extents=30, segments=40)
+    names = [chr(0x4E00 + number) for number in range(60)]
+    for name in names:
+        world.store(world.me, world.mine, name)
+        world.end_all()
+    for name in names[:45]:
+        world.table.residents.drop(world.node(name), 0, "operator")
+    path = "a" * 105
+    assert world.store(world.me, world.mine, path)[-1] == PageStatus.GRANTED
+    while world.disk.unfinished or world.jobs(DiskJob):
+        world.end_all()
+        world.disk.go_on()
+    assert all(world.on_disk(path))
+    monkeypatch.setattr("kvstore.state.choice.policy.LOOKS_MAX", 1)
+    monkeypatch.setattr("kvstore.state.table.room.EMPTY_MAX", 1)
+
+    statuses = world.store(world.me, world.mine, path + "b", start=len(path))
+
+    assert statuses == [PageStatus.NO_ROOM]
+    assert world.table.eviction.behind
+    assert all(world.in_memory(path))
