@@ -177,7 +177,7 @@ class Residents:
             gone = self.pins.let_go(most - offered)
             self.unprotected(gone)
             offered += len(gone)
-        return offered + self.eviction.sweep(most)
+        return offered + self.eviction.sweep(most // 2)
 
     def unprotected(self, nodes: Sequence[PrefixNode]) -> None:
         """Pins of these nodes ended: the nodes may be evictable, their segments reclaimable."""
