@@ -210,9 +210,9 @@ class Furthest:
         """It is never replaced."""
         return True
 
-    def sweep(self, most: int) -> bool:  # noqa: ARG002
+    def sweep(self, most: int) -> int:  # noqa: ARG002
         """Its choices pass over whatever has left."""
-        return True
+        return 0
 
     def pop(self, tick: int) -> PrefixNode | None:  # noqa: ARG002
         """The leaf needed last."""

@@ -244,6 +244,7 @@ class Node:
         drained = self.pages.draining.now
         self.pages.room.drain(SWEEP_STEPS)
         offered = self.pages.residents.offer_more(SWEEP_STEPS)
+        offered += self.pages.eviction.sweep(SWEEP_STEPS)
         if offered or self.pages.draining.now is not drained:
             self.waiting.note_room()
         self.pages.room.load_more()

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from kvstore.protocol.page import PrefixKey
-from kvstore.state.choice.continued import BELOW_LOOKS, leaves_behind
+from kvstore.state.choice.aside import BELOW_LOOKS, Passed, leaves_behind
 from kvstore.state.choice.policies import POLICIES, new_policy
 from kvstore.state.choice.policy import EvictionPolicy, LeastRecent, Looks, enter, leave
 from kvstore.state.choice.quotas import Quotas
@@ -40,21 +40,6 @@ TAKE_OVER_MAX: Final = 64
 them."""
 FORGOTTEN_MAX: Final = 512
 """Maximum things learnt by a replaced policy that are freed at a time: 0.1 ms."""
-
-
-class Passed:
-    """Leaves of one queue within their grace, set aside until one of them is no longer young.
-
-    Attributes:
-        leaves: some may have left their tree.
-        until_ns: when the first of them is no longer young.
-    """
-
-    __slots__ = ("leaves", "until_ns")
-
-    def __init__(self) -> None:
-        self.leaves: dict[PrefixNode, None] = {}
-        self.until_ns = 0
 
 
 class Eviction:
@@ -127,7 +112,7 @@ class Eviction:
         return bool(self._behind)
 
     def sweep(self, most: int) -> int:
-        """Remove up to ``most`` entries for each queue where a choice has stopped.
+        """Remove up to ``most`` entries of queues where a choice has stopped, one after another.
 
         Returns:
             how many of these queues have a victim now, or are empty.
@@ -135,9 +120,13 @@ class Eviction:
         swept = 0
         for queue in list(self._behind):
             found = self._queues.get(queue), self._before.get(queue), self._replicas.get(queue)
-            if all(policy.sweep(most) for policy in found if policy is not None):
-                del self._behind[queue]
-                swept += 1
+            behind = [policy for policy in found if policy is not None and policy.behind]
+            for policy in behind:
+                most -= policy.sweep(most)
+            if any(policy.behind for policy in behind):
+                break
+            del self._behind[queue]
+            swept += 1
         return swept
 
     def change_policy(self, policy: str) -> None:
@@ -281,6 +270,8 @@ class Eviction:
         for queue in queues:
             if queue not in self._next and (node := self._pop(queue)) is not None:
                 self._next[queue] = node
+        if self._behind and not self._behind.keys().isdisjoint(queues):
+            return None  # of that one the next leaf is not known
         while True:
             first: tuple[str, int] | None = None
             chosen = None
@@ -482,13 +473,14 @@ class Eviction:
     def _replica_line(self, name: str, slot_bytes: int) -> LeastRecent:
         line = self._replicas.get((name, slot_bytes))
         if line is None:
-            line = self._replicas[name, slot_bytes] = LeastRecent(slot_bytes)
+            line = self._replicas[name, slot_bytes] = LeastRecent(slot_bytes, self._looks)
         return line
 
     def _queue(self, name: str, slot_bytes: int) -> EvictionPolicy:
         queue = self._queues.get((name, slot_bytes))
         if queue is None:
-            queue = self._queues[name, slot_bytes] = POLICIES[self.policy](slot_bytes)
+            policy = POLICIES[self.policy]
+            queue = self._queues[name, slot_bytes] = policy(slot_bytes, self._looks)
         return queue
 
 

@@ -31,7 +31,7 @@ class HighestReuse:
     is asked for, some leaves later than others: no call moves more than ``MOVES_MAX``.
     """
 
-    def __init__(self, slot_bytes: int) -> None:
+    def __init__(self, slot_bytes: int, looks: Looks | None = None) -> None:
         """Start as ``lru`` does: nothing learnt, so the older goes first."""
         self.behind = False
         self._slot_bytes = slot_bytes
@@ -50,7 +50,7 @@ class HighestReuse:
         self._usual_cost = 0
         #: The tick of the last choice, and leaves that its choices may still bring up to date.
         self._aged_tick = self._moves_left = 0
-        self._looks = Looks()
+        self._looks = looks or Looks()
 
     def stored(self, node: PrefixNode, keys: list[PrefixKey], tick: int) -> None:
         """Learn from the page's return, or from its prompt's first coming."""
@@ -76,8 +76,9 @@ class HighestReuse:
         self._renew()
         while (leaves := self._first_cell()) is not None:
             access, _, node = leaves.pop()
-            looked += 1
-            if not is_live(node):
+            live = is_live(node)
+            looked += live
+            if not live:
                 leave(node, self._slot_bytes)
             elif node.access > access and not node.children_in_memory:
                 rank = self._push(node, tick)
@@ -86,7 +87,7 @@ class HighestReuse:
             else:
                 best = node
                 break
-            if not self._looks.take(tick, looked):
+            if not self._looks.take(tick, looked if live else 0):
                 self.behind = best is None
                 break
         if best is not None:
@@ -94,15 +95,15 @@ class HighestReuse:
             self._reuse.evicted(best)
         return best
 
-    def sweep(self, most: int) -> bool:
+    def sweep(self, most: int) -> int:
         """Remove first entries of leaves that have left."""
-        for _ in range(most):
+        for swept in range(most):
             leaves = self._first_cell()
             if leaves is None or is_live(leaves.first()[-1]):
                 self.behind = False
-                break
+                return swept
             leave(leaves.pop()[-1], self._slot_bytes)
-        return not self.behind
+        return most
 
     def forget(self, most: int) -> bool:
         """Let go of what was observed."""

@@ -10,10 +10,11 @@ from kvstore.state.choice.policy import (
     FrequencySketch,
     LeastFrequent,
     LeastRecent,
+    Looks,
     SmallAndMain,
 )
 
-POLICIES: Final[dict[str, Callable[[int], EvictionPolicy]]] = {
+POLICIES: Final[dict[str, Callable[[int, Looks], EvictionPolicy]]] = {
     "lru": LeastRecent,
     "lfu": LeastFrequent,
     "tinylfu": FrequencySketch,
@@ -22,12 +23,13 @@ POLICIES: Final[dict[str, Callable[[int], EvictionPolicy]]] = {
 }
 
 
-def new_policy(name: str, slot_bytes: int) -> EvictionPolicy:
+def new_policy(name: str, slot_bytes: int, looks: Looks | None = None) -> EvictionPolicy:
     """A policy for one class of slots.
 
     Args:
         name: one of :data:`POLICIES`.
         slot_bytes: the class.
+        looks: what all policies of a node may pass over in a tick, together; None = its own.
 
     Raises:
         InvalidArgument: no policy has that name.
@@ -35,4 +37,4 @@ def new_policy(name: str, slot_bytes: int) -> EvictionPolicy:
     made = POLICIES.get(name)
     if made is None:
         raise InvalidArgument("policy", f"{name!r} is not one of {', '.join(POLICIES)}")
-    return made(slot_bytes)
+    return made(slot_bytes, looks or Looks())

@@ -39,11 +39,14 @@ class Looks:
     left: int = 0
 
     def take(self, tick: int, looked: int) -> bool:
-        """Whether a choice may pass over one more, the ``looked``-th of it."""
+        """Whether a choice may pass over one more, the ``looked``-th of it.
+
+        0 = a leaf that has left: of those none is passed beyond the limit.
+        """
         if tick != self.tick:
             self.tick, self.left = tick, LOOKS_MAX
         self.left -= 1
-        return self.left >= 0 or looked <= MOVES_MAX
+        return self.left >= 0 or 0 < looked <= MOVES_MAX
 
 
 class EvictionPolicy(Protocol):
@@ -77,8 +80,8 @@ class EvictionPolicy(Protocol):
         """
         ...
 
-    def sweep(self, most: int) -> bool:
-        """Remove up to ``most`` leaves that have left otherwise; whether none comes next."""
+    def sweep(self, most: int) -> int:
+        """Remove up to ``most`` leaves that have left otherwise; how many. Changes ``behind``."""
         ...
 
     def forget(self, most: int) -> bool:
@@ -96,12 +99,12 @@ class LeastRecent:
         slot_bytes: the class of slots; names this object in ``Node.queued``.
     """
 
-    def __init__(self, slot_bytes: int) -> None:
+    def __init__(self, slot_bytes: int, looks: Looks | None = None) -> None:
         self.behind = False
         self._slot_bytes = slot_bytes
         self._heap = NodeHeap()
         self._sequence = 0
-        self._looks = Looks()
+        self._looks = looks or Looks()
 
     def __len__(self) -> int:
         return len(self._heap)
@@ -127,8 +130,9 @@ class LeastRecent:
         while self._heap:
             entry = self._heap.pop()
             node = entry[-1]
-            looked += 1
-            if not is_live(node):
+            live = is_live(node)
+            looked += live
+            if not live:
                 leave(node, self._slot_bytes)
             elif self._has_grown(entry) and not node.children_in_memory:
                 self._push(node)
@@ -137,21 +141,21 @@ class LeastRecent:
             else:
                 leave(node, self._slot_bytes)
                 return node
-            if not self._looks.take(tick, looked):
+            if not self._looks.take(tick, looked if live else 0):
                 self.behind = best is None
                 break
         if best is not None:
             leave(best, self._slot_bytes)
         return best
 
-    def sweep(self, most: int) -> bool:
+    def sweep(self, most: int) -> int:
         """Remove first entries of leaves that have left."""
-        for _ in range(most):
+        for swept in range(most):
             if not self._heap or is_live(self._heap.first()[-1]):
                 self.behind = False
-                break
+                return swept
             leave(self._heap.pop()[-1], self._slot_bytes)
-        return not self.behind
+        return most
 
     def forget(self, most: int) -> bool:  # noqa: ARG002
         """Nothing was learnt."""
@@ -199,8 +203,8 @@ class FrequencySketch(LeastRecent):
     bounded. A new page that history does not know is the next victim: admission by frequency.
     """
 
-    def __init__(self, slot_bytes: int) -> None:
-        super().__init__(slot_bytes)
+    def __init__(self, slot_bytes: int, looks: Looks | None = None) -> None:
+        super().__init__(slot_bytes, looks)
         self._counts: dict[bytes, int] = {}
 
     def stored(self, node: PrefixNode, keys: list[PrefixKey], tick: int) -> None:  # noqa: ARG002
@@ -233,7 +237,7 @@ class SmallAndMain:
     ROUNDS_MAX: Final = 3
     POPPED_MAX: Final = 1024
 
-    def __init__(self, slot_bytes: int) -> None:
+    def __init__(self, slot_bytes: int, looks: Looks | None = None) -> None:
         self.behind = False
         self._slot_bytes = slot_bytes
         #: (uses that turns have paid for, node), the next one first.
@@ -243,7 +247,7 @@ class SmallAndMain:
         self._gone: OrderedDict[bytes, None] = OrderedDict()
         #: What was popped last, and its place: it is offered again if its turn was not taken.
         self._popped: OrderedDict[PrefixNode, tuple[bool, int]] = OrderedDict()
-        self._looks = Looks()
+        self._looks = looks or Looks()
         self._pages = 0
 
     def stored(self, node: PrefixNode, keys: list[PrefixKey], tick: int) -> None:  # noqa: ARG002
@@ -278,7 +282,7 @@ class SmallAndMain:
             paid, node = (self._main if main else self._small).popleft()
             live = is_live(node)
             used = live and not node.children_in_memory and node.uses > paid
-            looked += used or not live
+            looked += used
             if used and self._looks.take(tick, looked):
                 paid = max(paid + 1, node.uses - self.ROUNDS_MAX + 1) if main else node.uses
                 self._main.append((paid, node))
@@ -290,20 +294,20 @@ class SmallAndMain:
                 else:
                     self._goes(node, main, paid)
                 return node
-            if not self._looks.take(tick, looked):
+            if not self._looks.take(tick, 0):
                 self.behind = True
                 break
         return None
 
-    def sweep(self, most: int) -> bool:
+    def sweep(self, most: int) -> int:
         """Remove first entries of leaves that have left."""
-        for _ in range(most):
+        for swept in range(most):
             line = self._main if self._is_mains_turn() else self._small
             if not line or is_live(line.first()[-1]):
                 self.behind = False
-                break
+                return swept
             leave(line.popleft()[-1], self._slot_bytes)
-        return not self.behind
+        return most
 
     def forget(self, most: int) -> bool:
         """Let go of places, and of keys that went."""

@@ -1,7 +1,7 @@
 """Pages that wait to be written to the SSD log. Pure."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from kvstore.protocol.page import KEY_BYTES, PrefixKey
@@ -11,6 +11,8 @@ from kvstore.state.tree.prefix_tree import PrefixTree
 
 BACKLOG_MAX: Final = 65_536
 """Maximum nodes whose pages may wait; beyond that, the oldest one is removed for a new one."""
+PART_PAGES: Final = 128
+"""Pages that wait as one, of those before a page that are many; and the rest of a run."""
 
 
 class Backlog:
@@ -36,12 +38,31 @@ class Backlog:
         self.pages += node.count
         assert len(self._waiting) <= BACKLOG_MAX, node
 
-    def put_back(self, node: PrefixNode, shard: int) -> None:
-        """Add the pages of a node that were just taken, as the next ones."""
-        if len(self._waiting) == BACKLOG_MAX:  # of them some wait still, or new ones have come
+    def put_back(self, nodes: Iterable[PrefixNode], shard: int) -> None:
+        """Add pages as the next ones: a node that was just taken, and those before it.
+
+        Args:
+            nodes: each of which continues the one behind it.
+            shard: of them.
+        """
+        parts: list[bytes] = []
+        size = 0
+        for node in nodes:
+            parts.append(node.keys)
+            size += node.count
+            if size >= PART_PAGES:
+                self._add_first(node.space, shard, parts)
+                parts, size = [], 0
+        if parts:
+            self._add_first(node.space, shard, parts)
+
+    def _add_first(self, space: PrefixTree, shard: int, parts: list[bytes]) -> None:
+        """Add pages, the last ones first; if there is no place, the newest ones do not wait."""
+        if len(self._waiting) == BACKLOG_MAX:
             self.pages -= len(self._waiting.pop()[2]) // KEY_BYTES
-        self._waiting.appendleft((node.space, shard, node.keys))
-        self.pages += node.count
+        keys = b"".join(reversed(parts))
+        self._waiting.appendleft((space, shard, keys))
+        self.pages += len(keys) // KEY_BYTES
 
     def add_stored(self, node: PrefixNode, keys: Sequence[PrefixKey], shard: int) -> None:
         """Add pages that were stored as one node, which keeps the last of them.

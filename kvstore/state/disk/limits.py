@@ -29,7 +29,11 @@ kept."""
 FREED_TURN = 1024
 """Leaves that one turn lets go of when a quota has ended: of a million, all took 20 ms and more."""
 LOOKS_MAX = 256
-"""Leaves that one choice passes that were used, or are leaves no more, since they were queued."""
+"""Leaves that the choices of one turn pass that were used, or are leaves no more, since they were
+queued."""
+SHORT_PAGES: Final = 32
+"""Pages of a space that its quota has no room for that begin to be written at once: each makes a
+choice of its own."""
 _NOBODY: Final = ChosenLeaves()
 
 
@@ -40,11 +44,9 @@ class _Plan:
         victims: (node, pages); of the last node it may be a part.
         freed_bytes: what they have on disk.
         cut_short: there may be more leaves, but not in this turn.
-        looks_left: see :data:`LOOKS_MAX`.
     """
 
     def __init__(self) -> None:
-        self.looks_left = LOOKS_MAX
         self.victims: list[tuple[PrefixNode, int]] = []
         self.freed_bytes = 0
         self.cut_short = False
@@ -76,12 +78,12 @@ class DiskLimits:
     Attributes:
         writing: the pages that are being written; maintained by
             :class:`~kvstore.state.disk.writes.Writes`.
-        behind: the last choice has found too little because it passed :data:`LOOKS_MAX` leaves;
-            the next one goes on behind them.
     """
 
     def __init__(self, memory: PageMemory, log: SegmentLog, queue: DiskQueue) -> None:
-        self.behind = False
+        #: Numbers of spaces of which a choice has found too little, because it passed too many.
+        self._behind: dict[int, None] = {}
+        self._looks_left = LOOKS_MAX
         self.writing = WritesUnderWay()
         self.quotas = Quotas(lambda space: space.disk_bytes)
         self._memory = memory
@@ -116,6 +118,44 @@ class DiskLimits:
         if self._ended and not self._ended[-1].free(FREED_TURN):
             self._ended.pop()
         return bool(self._ended)
+
+    @property
+    def behind(self) -> bool:
+        """Whether a choice has found too few leaves that :meth:`go_on` will find."""
+        return bool(self._behind)
+
+    def is_behind(self, space: PrefixTree) -> bool:
+        """Whether that was a choice for this space."""
+        return space.number in self._behind
+
+    def go_on(self) -> bool:
+        """A turn has ended: pass leaves that have changed, as many as one turn may.
+
+        Returns:
+            whether these were all of one space, so that it may have room.
+        """
+        self._looks_left = LOOKS_MAX
+        for number in self._behind:
+            leaves = self._leaves.get(number)
+            if leaves is None or self._pass_changed(leaves):
+                del self._behind[number]
+                return True
+            break
+        return False
+
+    def _pass_changed(self, leaves: Leaves) -> bool:
+        """Whether the first leaf may go; as far as one turn passes others."""
+        while self._looks_left > 0:
+            first = leaves.pop()
+            if first is None:
+                return True
+            node, was_used = first
+            if self._may_go(node):
+                leaves.add(node)
+                if not was_used:
+                    return True
+            self._looks_left -= 1
+        return False
 
     def all_offered(self, space: PrefixTree) -> None:
         """Every node of a space with a new quota has been queued."""
@@ -179,7 +219,8 @@ class DiskLimits:
             return False
         plan = self._choose(leaves, needed, pages_max, spared)
         fits = plan.freed_bytes >= needed
-        self.behind = plan.cut_short
+        if plan.cut_short and self._looks_left <= 0:
+            self._behind[space.number] = None
         going = plan if fits or plan.cut_short else plan.leading(self._excess(space, 0))
         self._carry_out(going)
         for node, _ in plan.victims:
@@ -216,7 +257,7 @@ class DiskLimits:
         """
         plan, chosen, pages_left = _Plan(), ChosenLeaves(), pages_max
         while (left := needed_bytes - plan.freed_bytes) > 0:
-            node = self._next(leaves, plan, chosen, spared)
+            node = self._next(leaves, chosen, spared)
             if node is None:
                 plan.cut_short = bool(leaves.queued)
                 break
@@ -235,20 +276,20 @@ class DiskLimits:
         return plan
 
     def _next(
-        self, leaves: Leaves, plan: _Plan, chosen: ChosenLeaves, spared: Collection[PrefixNode]
+        self, leaves: Leaves, chosen: ChosenLeaves, spared: Collection[PrefixNode]
     ) -> PrefixNode | None:
         """Take out the coldest leaf that may go once those in ``chosen`` have left.
 
         Of many that were used since they were queued it is the coldest that was looked at.
         """
         found: list[PrefixNode] = []
-        while plan.looks_left > 0 and (first := leaves.pop()) is not None:
+        while self._looks_left > 0 and (first := leaves.pop()) is not None:
             node, was_used = first
             if node not in spared and self._may_go(node, chosen):
                 found.append(node)
                 if not was_used:
                     break
-            plan.looks_left -= 1
+            self._looks_left -= 1
         coldest = min(found, key=lambda node: node.access, default=None)
         for node in found:
             if node is not coldest:

@@ -130,7 +130,7 @@ class DiskPages:
     def busy(self) -> bool:
         """Whether memory or disk space will be freed without a further request."""
         buries = self.graves.waiting_keys and not self.degraded
-        return bool(self.writes or buries) or self._room_is_made
+        return bool(self.writes or buries) or self._room_is_made or self.limits.behind
 
     @property
     def _room_is_made(self) -> bool:
@@ -212,6 +212,9 @@ class DiskPages:
             elif self._memory.counts["disk_full_pages"] > full and self._room_is_made:
                 self._in_vain = self._memory.moment.tick
                 return FULL  # it waits for its place rather than be dropped
+            elif self.limits.is_behind(node.space):
+                self.unfinished = True
+                return FULL
         return verdict
 
     def make_durable(
@@ -239,9 +242,12 @@ class DiskPages:
             self._syncs.advance(self._now_ns)
             self.persists.end_some()
             self.unfinished |= self.persists.may_go_on(degraded=self.degraded)
+            self.unfinished |= self.limits.behind
 
     def ensure_written(self, node: PrefixNode, shard: int) -> bool:
         """Whether the page is on disk; if not, it is being written now, regardless of admission.
+
+        While the pages before it are many, some of them begin with each call.
 
         Raises:
             CapacityError: it cannot be written now.
@@ -249,9 +255,12 @@ class DiskPages:
         departs = node.space.departs(node) >> shard & 1
         if node.on_disk >> shard & 1 and not departs:
             return True
-        if not (self.writes.holds(node, shard) or self.degraded or departs):
-            self._write(node, shard, Durable())
-        if departs or not self.writes.holds(node, shard):
+        if self.writes.holds(node, shard):
+            return False
+        begun = most = self._room(node, shard, BACKLOG_TURN)
+        if not (self.degraded or departs or self.is_full):
+            begun = self._write(node, shard, Durable(), most)
+        if self.degraded or departs or not (begun >= most or self.writes.holds(node, shard)):
             raise CapacityError("the SSD tier does not take this page now")
         return False
 
@@ -313,7 +322,8 @@ class DiskPages:
     def _room(self, node: PrefixNode, shard: int, most: int) -> int:
         """How many pages begin to be written at once: ``most``, within the bytes in flight."""
         left_bytes = self.rules.in_flight_bytes_max - self.writes.in_flight_bytes
-        return max(1, min(most, left_bytes // node.space.shards[shard].record_bytes))
+        most = max(1, min(most, left_bytes // node.space.shards[shard].record_bytes))
+        return self.writes.at_once(node.space, shard, most)
 
     def _write(
         self, node: PrefixNode, shard: int, durable: Durable | None = None,
@@ -341,7 +351,7 @@ class DiskPages:
                 most = self._room(node, shard, left)
                 begun = self._write(node, shard, Durable() if node.disk_pins else None, most)
                 if begun >= most and self.writes.is_dirty(node, shard):
-                    self._backlog.put_back(node, shard)  # the pages before it come first
+                    self._backlog.put_back(self.writes.unwritten(node, shard), shard)
             left -= max(looked, begun)
 
     # ---- from the disk ----------------------------------------------------------------------
@@ -426,6 +436,8 @@ class DiskPages:
     def go_on(self) -> None:
         """Write and sync waiting pages, as far as possible now."""
         self._evicted = 0
+        if self.limits.go_on():
+            self.persists.job_ended()
         self.persists.end_some()
         if not self.degraded:
             self.graves.write()
@@ -439,7 +451,7 @@ class DiskPages:
         if self._reclaimer.choosing:
             self._reclaimer.advance_reclaim(self._memory.moment.tick)
         self.unfinished |= bool(self._syncs.ended) or self._reclaimer.choosing
-        self.unfinished |= self.limits.free_some()
+        self.unfinished |= self.limits.free_some() or self.limits.behind
 
     def advance(self, now_ns: int) -> None:
         """Advance the clock to ``now_ns``; :meth:`go_on` then syncs and writes what is due."""

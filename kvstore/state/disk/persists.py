@@ -177,7 +177,7 @@ class Persists:
                 continue  # it has ended meanwhile
             assert not durable.ended
             assert bool(durable.rest) == (durable in self._beginning)
-            assert not durable.rest or (durable.outstanding > 0 and durable.error is None)
+            assert not durable.rest or durable.outstanding > 0, "it ends before its last write"
             assert all(self._memory.slots.pinned(slot) for slot in durable.pinned[:_CHECKED_PAGES])
             yield 0
 
@@ -201,7 +201,8 @@ class Persists:
         while durable.rest and self._room_bytes > 0 < self._pages_left:
             space, shard, _, _ = durable.pages[0]
             each = space.shards[shard].record_bytes
-            most = min(self._pages_left, max(1, self._room_bytes // each))
+            wanted = min(self._pages_left, max(1, self._room_bytes // each))
+            most = self._writes.at_once(space, shard, wanted)
             found = self._leading(durable, most)
             if durable.error is not None:
                 break
@@ -210,7 +211,7 @@ class Persists:
             if _is_begun(last, shard) or self._log.has_room(space, shard):
                 begun = self._write(last, shard, durable, most)  # with those before it
             assert begun >= 0
-            self._pages_left -= max(1, begun)
+            self._pages_left -= max(1, begun) if most == wanted else PAGES_STEP
             if not (begun or _is_begun(last, shard)):
                 return False
             for node, pages in found:

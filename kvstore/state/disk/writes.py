@@ -7,7 +7,7 @@ followers wait for it. If a record failed, only the pages before that record cou
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from kvstore.protocol.errors import CapacityError, KVStoreError
 from kvstore.protocol.page import DIGEST_BYTES, KEY_BYTES, PrefixKey
@@ -22,7 +22,7 @@ from kvstore.state.disk.jobs import (
     UnpinSlots,
     Write,
 )
-from kvstore.state.disk.limits import DiskLimits
+from kvstore.state.disk.limits import SHORT_PAGES, DiskLimits
 from kvstore.state.disk.log import SegmentLog
 from kvstore.state.disk.queue import DiskQueue
 from kvstore.state.disk.syncs import Syncs
@@ -30,6 +30,7 @@ from kvstore.state.tree.actions import TierStored
 from kvstore.state.tree.columns import pack_places, pack_slots
 from kvstore.state.tree.node import RUN_PAGES_MAX, PrefixNode
 from kvstore.state.tree.places import Place
+from kvstore.state.tree.prefix_tree import PrefixTree
 
 
 class Writes:
@@ -112,11 +113,28 @@ class Writes:
             admitted = self._admission.admit(pairs, size, now_ns, self._memory.moment.tick)
             self._memory.counts["not_admitted_pages"] += admitted < wanted
         assert 0 <= admitted <= wanted, node
-        first = _to_the_end_of_a_run(chain, admitted, most)
+        if self._limits.is_short(space, min(admitted, most) * size):
+            first = min(admitted, most)
+        else:
+            first = _to_the_end_of_a_run(chain, admitted, most)
         begun = self._begin_chain(_leading(chain, first), shard, first, durable)
         if durable is None and begun < admitted:
             self._admission.take_back(admitted - begun, size)
         return begun == wanted
+
+    def at_once(self, space: PrefixTree, shard: int, most: int) -> int:
+        """How many of up to ``most`` pages of a space may begin to be written at once."""
+        short = self._limits.is_short(space, most * space.shards[shard].record_bytes)
+        return min(most, SHORT_PAGES) if short else most
+
+    def unwritten(self, node: PrefixNode, shard: int) -> Iterator[PrefixNode]:
+        """A node, and those before it, up to one that is on disk or is being written."""
+        at: PrefixNode | None = node
+        while at is not None and at is not node.space.root:
+            if (at.on_disk | at.to_disk) >> shard & 1:
+                return
+            yield at
+            at = at.above
 
     def begin_all(self, nodes: Sequence[PrefixNode], now_ns: int) -> None:
         """Start to write the leading ones of single pages that follow each other, all that may be.

@@ -168,6 +168,8 @@ class RoomChooser:
         before that. Its runs stay runs: one is split only behind the pages that go.
         """
         disk, writes_left, plan = self._held.disk, SPILL_WRITES, RoomPlan(None)
+        if self._held.eviction.behind:
+            return plan  # there is a leaf, but not in this turn
         for run in reversed(_runs_before(wanted.head)):
             if wanted.slot_bytes not in classes(run) or not self._held.eviction.releasable(run):
                 continue

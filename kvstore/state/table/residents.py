@@ -94,9 +94,8 @@ class Residents:
         """Whether work is left for later turns: :meth:`drop_orphans`, :meth:`drain`, writes."""
         if self.orphans or self.draining.now is not None or self.draining.returning:
             return True
-        if self.pins.ending or self.eviction.behind:
-            return True
-        return self.disk.unfinished or len(self.disk.loads.beginning) > 0
+        more = self.pins.ending or self.eviction.behind or self.disk.loads.beginning
+        return bool(more) or self.disk.unfinished
 
     def ready_run(self, space: PrefixTree, shard: int, packed: bytes) -> list[PrefixNode]:
         """The leading run of READY pages of one shard, in any tier, as single pages."""
@@ -162,7 +161,7 @@ class Residents:
         assert verdict is not EVICT, node
 
     def offer_more(self, most: int) -> int:
-        """Offer up to ``most`` pages that no queue has, and sweep queues: how many of both.
+        """Offer up to ``most`` pages that no queue has: how many.
 
         These are leaves that were skipped while an extent was emptied or pages before them were
         written, and pages of pins that have ended.
@@ -177,7 +176,7 @@ class Residents:
             gone = self.pins.let_go(most - offered)
             self.unprotected(gone)
             offered += len(gone)
-        return offered + self.eviction.sweep(most // 2)
+        return offered
 
     def unprotected(self, nodes: Sequence[PrefixNode]) -> None:
         """Pins of these nodes ended: the nodes may be evictable, their segments reclaimable."""

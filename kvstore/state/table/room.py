@@ -63,8 +63,7 @@ class Room:
                 if held.offer_more(EMPTY_MAX):
                     plans_left -= EMPTY_MAX // 4  # what is offered may be of no use, and be much
                     continue
-                held_back = held.eviction.spared_since_ns > 0 or held.eviction.behind
-                if held_back or held.draining.serves(space, slot_bytes):
+                if held.draining.serves(space, slot_bytes) or held.eviction.spared_since_ns:
                     break
                 if not self._spill(RoomRequest(space, slot_bytes, count - len(taken), head)):
                     break

@@ -8,6 +8,7 @@ from bench.node_alone import Clock, Engine, LoneNode
 from kvstore.protocol import wire
 from kvstore.protocol.page import PrefixKey
 from kvstore.state.choice.policies import POLICIES
+from kvstore.state.choice.policy import MOVES_MAX
 from kvstore.state.disk.jobs import DiskJob
 from kvstore.state.table.pages import PageTable
 from kvstore.state.tree.actions import PageStatus
@@ -16,7 +17,7 @@ from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.sessions import Process
 from tests.state.choice.test_policies import counted_pops
 from tests.state.disk.disk_world import DiskWorld
-from tests.state.world import PAGE, World, identity, key
+from tests.state.world import FULL, PAGE, World, identity, key
 
 
 def gone_leaves(policy: str) -> tuple[World, Process, PrefixTree, PrefixTree]:
@@ -51,7 +52,7 @@ def swept_victims(
             return
         if victim is None:
             assert world.table.residents.unfinished, "nobody would sweep"
-            world.table.residents.offer_more(64)
+            eviction.sweep(64)
             vain += 1
         assert len(pops) <= pops_max
         yield victim
@@ -145,3 +146,65 @@ def test_a_prompt_does_not_give_its_own_pages_while_leaves_that_have_left_are_sw
     assert statuses == [PageStatus.NO_ROOM]
     assert world.table.eviction.behind
     assert all(world.in_memory(path))
+
+
+@pytest.mark.parametrize("spaces", [2, 8])
+def test_all_queues_together_pass_few_leaves_that_have_left(spaces, monkeypatch):
+    monkeypatch.setattr("kvstore.state.choice.policy.LOOKS_MAX", 20)
+    world = World(extents=spaces * 2, slots_each=128)
+    engine = world.process()
+    limited = [space_of(world, engine, f"limited {number}") for number in range(spaces)]
+    for space in limited:
+        world.table.eviction.quotas.set(space, 1 << 40, 0, 1 << 40)
+        for number in range(200):
+            world.store(engine, space, chr(0x4E00 + number))
+        for number in range(190):
+            world.table.residents.drop(space.nodes[key(chr(0x4E00 + number))], 0, "operator")
+    other = space_of(world, engine, "other")
+    assert world.store(engine, other, "a" * (spaces * 246))[-1] == PageStatus.GRANTED
+    pops = counted_pops(monkeypatch)
+    turns = 0
+
+    while world.store(engine, other, "b") != [PageStatus.GRANTED]:
+        assert world.table.eviction.behind
+        assert len(pops) <= 20 + spaces + 4 * MOVES_MAX
+        pops.clear()
+        world.table.eviction.sweep(64)
+        assert len(pops) <= 64
+        pops.clear()
+        turns += 1
+        assert turns < 100
+    assert turns > spaces
+
+
+def test_what_was_just_used_does_not_go_in_the_place_of_leaves_behind_those_that_have_left(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr("kvstore.state.choice.policy.LOOKS_MAX", 20)
+    world = World(extents=8, slots_each=128)
+    engine = world.process()
+    cold, hot, other = (space_of(world, engine, name) for name in ("cold", "hot", "other"))
+    world.table.eviction.quotas.set(cold, 1 << 40, 0, 1 << 40)
+    for number in range(600):
+        world.store(engine, cold, chr(0x4E00 + number))
+    for number in range(200):
+        world.store(engine, hot, chr(0x4E00 + number))
+    for number in range(500):
+        world.table.residents.drop(cold.nodes[key(chr(0x4E00 + number))], 0, "operator")
+    for number in range(200):
+        lease, _ = world.acquire(engine, hot, chr(0x4E00 + number))
+        world.table.release(engine, lease)
+    assert world.store(engine, other, "a" * 724)[-1] == PageStatus.GRANTED
+
+    for number in range(50):
+        while world.store(engine, other, chr(0x9000 + number)) != [PageStatus.GRANTED]:
+            assert world.table.eviction.behind
+            world.table.eviction.sweep(64)
+
+    assert len(hot.nodes) == 200
+    assert len(cold.nodes) == 50
+
+
+def space_of(world: World, process: Process, model: str) -> PrefixTree:
+    """Another space of the process's session, with pages of the same size."""
+    return world.table.spaces.open(process.session, identity(model=model), [FULL])[0]

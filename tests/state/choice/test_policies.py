@@ -56,7 +56,7 @@ class Watched:
             assert not left, "a leaf was lost"
         return node
 
-    def sweep(self, most: int) -> bool:
+    def sweep(self, most: int) -> int:
         return self.policy.sweep(most)
 
 

@@ -121,6 +121,7 @@ def test_a_page_larger_than_its_quota_costs_nothing_else(world):
 def test_a_long_prompt_at_its_quota_looks_at_each_of_its_pages_a_few_times(monkeypatch):
     """The state serves nobody meanwhile: the square of 2,000 pages is most of a second."""
     monkeypatch.setattr("kvstore.state.disk.persists.PAGES_STEP", 150)
+    monkeypatch.setattr("kvstore.state.disk.writes.SHORT_PAGES", 150)
     world, pages = LimitedWorld("back", extents=100, segments=100), 150
     for at in range(pages):
         world.put(chr(0x4E00 + at))

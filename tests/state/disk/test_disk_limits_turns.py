@@ -2,7 +2,10 @@
 
 import pytest
 
+from kvstore.protocol.errors import CapacityError
+from kvstore.state.disk.jobs import DiskWrite
 from kvstore.state.table.tiers import apply_effects
+from kvstore.state.tree.actions import PageStatus
 from kvstore.state.tree.nodeheap import NodeHeap
 from tests.state.disk.test_disk_limits import RECORD, LimitedWorld
 
@@ -23,6 +26,7 @@ def test_a_choice_for_a_quota_passes_over_few_leaves_that_have_changed(used, mon
     for at in range(0 if used else 20):
         world.put(chr(0x5E00 + at))  # it is at its quota again
     monkeypatch.setattr("kvstore.state.disk.limits.LOOKS_MAX", 8)
+    world.disk.limits._looks_left = 8
     pops, pop = list[int](), NodeHeap.pop
     monkeypatch.setattr(NodeHeap, "pop", lambda heap: pops.append(1) or pop(heap))
 
@@ -32,6 +36,7 @@ def test_a_choice_for_a_quota_passes_over_few_leaves_that_have_changed(used, mon
         apply_effects(world.table.residents)
         choices += 1
         assert limits.behind
+        limits._looks_left = 8  # the next turn
         assert len(pops) <= 8 * (choices + 1)
         assert choices < 20
     apply_effects(world.table.residents)
@@ -41,3 +46,63 @@ def test_a_choice_for_a_quota_passes_over_few_leaves_that_have_changed(used, mon
     gone = [path for path in paths if not world.there(path)[0]]
     assert gone == ([paths[0]] if used else paths[:21])
     assert choices == (0 if used else 2)
+
+
+def at_its_quota() -> LimitedWorld:
+    """A space at its quota; a prompt that grew page by page, then other leaves.
+
+    The pages of the prompt are in the order of leaves, and are leaves no more.
+    """
+    world = LimitedWorld("back", extents=80, segments=100)
+    world.limit(world.mine, quota=100)
+    leaves = [chr(0x5000 + at) for at in range(40)]
+    for path in [*("a" * end for end in range(1, 61)), *leaves]:
+        world.put(path)
+        world.persist(path)
+        world.end_all()
+    return world
+
+
+def test_a_durable_put_waits_while_leaves_that_have_changed_are_passed(monkeypatch):
+    world = at_its_quota()
+    monkeypatch.setattr("kvstore.state.disk.limits.LOOKS_MAX", 8)
+    world.disk.go_on()
+    world.put("x")
+
+    with pytest.raises(CapacityError):
+        world.persist("x")
+    assert world.disk.busy, "its request waits"
+    turns = 0
+    while world.disk.busy:
+        assert world.disk.unfinished
+        world.disk.go_on()
+        turns += 1
+        assert turns < 20
+    durable = world.persist("x")
+    world.end_all()
+
+    assert turns > 4
+    assert durable.ended
+    assert durable.error is None
+    assert world.there("x", "a" * 59, "a" * 60, chr(0x5000)) == [True, True, False, True]
+
+
+def test_a_durable_put_at_a_quota_begins_few_pages_in_a_step(monkeypatch):
+    monkeypatch.setattr("kvstore.state.disk.writes.SHORT_PAGES", 8)
+    world = at_its_quota()
+    path = "b" * 60
+    assert set(world.store(world.me, world.mine, path)) == {PageStatus.GRANTED}
+
+    durable = world.persist(path)
+
+    begun = [len(world.jobs(DiskWrite))]
+    while world.disk.unfinished:
+        world.disk.go_on()
+        begun.append(len(world.jobs(DiskWrite)) - sum(begun))
+    assert max(begun) <= 8
+    world.end_all()
+    while not durable.ended:
+        world.disk.go_on()
+        world.end_all()
+    assert durable.error is None
+    assert all(world.on_disk(path))

@@ -10,6 +10,7 @@ from kvstore.state.disk.loads import LOADS_TURN
 from kvstore.state.disk.log import SegmentLog
 from kvstore.state.disk.pages import BACKLOG_TURN, EVICTED_TURN
 from kvstore.state.disk.syncs import DURABLES_PAGES, DURABLES_STEP
+from kvstore.state.disk.writes import Writes
 from kvstore.state.table.choosing import SPILL_WRITES
 from kvstore.state.table.invariants import check
 from kvstore.state.tree.actions import PageStatus
@@ -72,6 +73,27 @@ def test_the_writes_before_a_used_page_begin_in_turns(in_flight_max):
         turns += 1
         assert turns < 100
     assert world.table.residents.disk.stats(NO_RECORDS).backlog_pages == 0
+
+
+def test_a_used_prompt_of_many_nodes_is_walked_a_few_times(monkeypatch):
+    world = DiskWorld("selective", extents=200, segments=40)
+    path = "a" * 700
+    for end in range(1, len(path) + 1):
+        world.store(world.me, world.mine, path[:end], start=end - 1)
+        assert world.node(path[:end]).count == 1
+    looked, is_dirty = list[PrefixNode](), Writes.is_dirty
+
+    def counted(writes: Writes, node: PrefixNode, shard: int) -> bool:
+        looked.append(node)
+        return is_dirty(writes, node, shard)
+
+    monkeypatch.setattr(Writes, "is_dirty", counted)
+    world.acquire(world.me, world.mine, path)
+    while world.disk.unfinished:
+        world.disk.go_on()
+
+    assert len(world.jobs(DiskWrite)) == len(path)
+    assert len(looked) < 5 * len(path)
 
 
 def test_the_loads_of_a_long_prompt_begin_in_turns_and_end_as_one():

@@ -92,7 +92,7 @@ def test_many_single_pages_are_several_writes():
     world.store(world.me, world.mine, path)
     last = [world.mine.nodes[one] for one in chain(path)][-1]
 
-    assert not world.table.tiers.ensure_written(last, 0)
+    assert world.table.tiers.ensure_all_written([last]) == 1
 
     assert len(world.disk.writes) == 3
     world.end_all()

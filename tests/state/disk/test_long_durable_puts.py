@@ -251,3 +251,42 @@ def test_a_node_that_stops_waits_for_it():
 
     assert durable.ended
     assert durable.error is None
+
+
+def test_the_self_check_bears_a_put_that_failed_while_it_was_beginning():
+    """It ends when its turn comes, which may be later."""
+    world = DiskWorld("back", extents=60, segments=40, in_flight_max=20 * RECORD)
+    for name in "ab":
+        world.store(world.me, world.mine, name * 30)
+    puts = [world.persist(name * 30) for name in "ab"]
+    under_way = world.table.residents.disk.writes._under_way
+    failed = None
+    while failed is None:
+        jobs = world.jobs(DiskWrite)
+        mine = [job for job in jobs if puts[1] in under_way.of_slot(job.slot).waiters]
+        alone = [job for job in mine if under_way.of_slot(job.slot).left == 1]
+        if alone:
+            failed = alone[0]
+            world.table.residents.drop(world.mine.nodes[failed.page.key], 0, "operator")
+        world.end_job(failed or next(job for job in jobs if job not in mine))
+
+    world.end_all()
+    assert [put.error is None for put in puts] == [True, False]
+    assert world.slots.stats().pinned_bytes == 0
+
+
+def test_the_pages_before_a_moved_one_begin_some_at_a_time():
+    world = DiskWorld("selective", extents=140, segments=40, in_flight_max=20 * RECORD)
+    path = "a" * 300
+    for end in range(1, 301):
+        world.store(world.me, world.mine, path[:end], start=end - 1)
+    begun = ends = 0
+
+    while not world.table.tiers.ensure_written(world.node(path), 0):
+        assert len(world.jobs(DiskWrite)) <= begun + 20
+        for job in world.jobs(DiskWrite):
+            world.end_job(job)
+        ends += 1
+        assert ends < 40
+    assert ends >= 300 // 20
+    assert all(world.on_disk(path))

@@ -1,4 +1,4 @@
-"""Leaves behind nodes that were continued since they were offered as leaves. Pure."""
+"""Leaves that a choice meets and does not take: young ones, and those continued since. Pure."""
 
 from collections.abc import Iterable
 from itertools import islice
@@ -9,6 +9,21 @@ from kvstore.state.tree.node import PrefixNode
 BELOW_LOOKS: Final = 64
 """Maximum leaves that were continued behind which a choice looks for others, pages between each of
 them and its leaf, and children of each of these."""
+
+
+class Passed:
+    """Leaves of one queue within their grace, set aside until one of them is no longer young.
+
+    Attributes:
+        leaves: some may have left their tree.
+        until_ns: when the first of them is no longer young.
+    """
+
+    __slots__ = ("leaves", "until_ns")
+
+    def __init__(self) -> None:
+        self.leaves: dict[PrefixNode, None] = {}
+        self.until_ns = 0
 
 
 def leaves_behind(continued: Iterable[PrefixNode]) -> list[PrefixNode]:
