@@ -1,14 +1,18 @@
 """Leaves that a choice meets and does not take: young ones, and those continued since. Pure."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import Final
 
+from kvstore.state.choice.policy import EvictionPolicy
 from kvstore.state.tree.node import PrefixNode
 
 BELOW_LOOKS: Final = 64
 """Maximum leaves that were continued behind which a choice looks for others, pages between each of
 them and its leaf, and children of each of these."""
+PATIENCE: Final = 64
+"""Sweeps of a queue for which a choice finds nothing rather than a leaf of another queue, which may
+be hotter: some 0.1 s."""
 
 
 class Passed:
@@ -24,6 +28,49 @@ class Passed:
     def __init__(self) -> None:
         self.leaves: dict[PrefixNode, None] = {}
         self.until_ns = 0
+
+
+class QueuesBehind:
+    """Queues in which a choice has stopped at leaves that have changed, until those are swept."""
+
+    def __init__(self) -> None:
+        #: How often each was swept.
+        self._sweeps: dict[tuple[str, int], int] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._sweeps)
+
+    def add(self, queue: tuple[str, int]) -> None:
+        """A choice has stopped there."""
+        self._sweeps.setdefault(queue, 0)
+
+    def hold_up(self, queues: Iterable[tuple[str, int]]) -> bool:
+        """Whether a choice among these queues waits, because one of them is behind."""
+        return any(self._sweeps.get(queue, PATIENCE) < PATIENCE for queue in queues)
+
+    def sweep(
+        self, most: int, tables: Iterable[Mapping[tuple[str, int], EvictionPolicy]]
+    ) -> int:  # fmt: skip
+        """Remove up to ``most`` entries, of one queue after another.
+
+        Args:
+            most: maximum entries.
+            tables: the policies by their queues.
+
+        Returns:
+            how many of the queues are behind no more.
+        """
+        swept, self._sweeps = 0, {queue: count + 1 for queue, count in self._sweeps.items()}
+        for queue in list(self._sweeps):
+            found = [table[queue] for table in tables if queue in table]
+            behind = [policy for policy in found if policy.behind]
+            for policy in behind:
+                most -= policy.sweep(most)
+            if any(policy.behind for policy in behind):
+                break
+            del self._sweeps[queue]
+            swept += 1
+        return swept
 
 
 def leaves_behind(continued: Iterable[PrefixNode]) -> list[PrefixNode]:

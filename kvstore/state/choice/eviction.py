@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from kvstore.protocol.page import PrefixKey
-from kvstore.state.choice.aside import BELOW_LOOKS, Passed, leaves_behind
+from kvstore.state.choice.aside import BELOW_LOOKS, Passed, QueuesBehind, leaves_behind
 from kvstore.state.choice.policies import POLICIES, new_policy
 from kvstore.state.choice.policy import EvictionPolicy, LeastRecent, Looks, enter, leave
 from kvstore.state.choice.quotas import Quotas
@@ -79,8 +79,10 @@ class Eviction:
         self._others_used: dict[tuple[str, int], int] = {}
         #: Queues that have taken leaves over for this choice.
         self._took_over: set[tuple[str, int]] = set()
-        #: Queues in which a choice has stopped at leaves that have left otherwise.
-        self._behind: dict[tuple[str, int], None] = {}
+        #: A choice may have found no victim though there is one, until :meth:`sweep`: in these
+        #: queues it has stopped at leaves that have changed, of which it passes few.
+        self.behind = False
+        self._behind = QueuesBehind()
         #: The next leaf of each queue that was asked, which no queue has until it is chosen, until
         #: another leaf comes to its queue, or the choice ends.
         self._next: dict[tuple[str, int], PrefixNode] = {}
@@ -103,30 +105,15 @@ class Eviction:
         finally:
             self.spared_since_ns = 0
 
-    @property
-    def behind(self) -> bool:
-        """Whether a choice may have found no victim though there is one, until :meth:`sweep`.
-
-        Many leaves have left otherwise, and no choice passes all of their entries at once.
-        """
-        return bool(self._behind)
-
     def sweep(self, most: int) -> int:
         """Remove up to ``most`` entries of queues where a choice has stopped, one after another.
 
         Returns:
             how many of these queues have a victim now, or are empty.
         """
-        swept = 0
-        for queue in list(self._behind):
-            found = self._queues.get(queue), self._before.get(queue), self._replicas.get(queue)
-            behind = [policy for policy in found if policy is not None and policy.behind]
-            for policy in behind:
-                most -= policy.sweep(most)
-            if any(policy.behind for policy in behind):
-                break
-            del self._behind[queue]
-            swept += 1
+        self._looks.tick = -1  # the next choices may pass as many as those of a new one
+        swept = self._behind.sweep(most, (self._queues, self._before, self._replicas))
+        self.behind = bool(self._behind)
         return swept
 
     def change_policy(self, policy: str) -> None:
@@ -270,7 +257,7 @@ class Eviction:
         for queue in queues:
             if queue not in self._next and (node := self._pop(queue)) is not None:
                 self._next[queue] = node
-        if self._behind and not self._behind.keys().isdisjoint(queues):
+        if self.behind and self._behind.hold_up(queues):
             return None  # of that one the next leaf is not known
         while True:
             first: tuple[str, int] | None = None
@@ -319,7 +306,7 @@ class Eviction:
             node = line.pop(self._tick)
             if node is None:
                 if line.behind:
-                    self._behind[queue] = None
+                    self._stop_at(queue)
                 return None
             if not (slot_bytes in classes(node) and self.evictable(node)):
                 continue
@@ -355,11 +342,19 @@ class Eviction:
                 if len(continued) < BELOW_LOOKS:
                     continued.append(node)
                 if not self._looks.take(self._tick, looked):
-                    return self._leaf_behind(continued, slot_bytes)
+                    leaf = self._leaf_behind(continued, slot_bytes)
+                    if leaf is None:
+                        self._stop_at(queue)
+                    return leaf
             elif not self._passes_over(queue, node):
                 return node
             node = leaves.pop(self._tick)
         return None
+
+    def _stop_at(self, queue: tuple[str, int]) -> None:
+        """A choice stops at leaves that have changed."""
+        self.behind = True
+        self._behind.add(queue)
 
     def _leaf_behind(self, continued: list[PrefixNode], slot_bytes: int) -> PrefixNode | None:
         """The longest unused of the leaves behind these, which are leaves no more; None if none.
@@ -406,7 +401,7 @@ class Eviction:
         more = not self._queue(*queue).behind and self._take_more(queue)
         before = self._before.get(queue)
         if self._queue(*queue).behind or (before is not None and before.behind):
-            self._behind[queue] = None
+            self._stop_at(queue)
             return False
         return more or self._lift_grace(queue)
 

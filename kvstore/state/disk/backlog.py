@@ -24,8 +24,12 @@ class Backlog:
 
     def __init__(self) -> None:
         self.pages = 0
-        #: Space, shard, and keys of pages that follow each other.
-        self._waiting: deque[tuple[PrefixTree, int, bytes]] = deque()
+        #: Space, shard, keys of pages that follow each other; and the number of the prompt that was
+        #: put back with them, 0 = none was.
+        self._waiting: deque[tuple[PrefixTree, int, bytes, int]] = deque()
+        self._prompts = 0
+        #: That of the pages that were taken last.
+        self._prompt = 0
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
@@ -34,7 +38,7 @@ class Backlog:
         """Add the pages of a node."""
         if len(self._waiting) == BACKLOG_MAX:
             self.pages -= len(self._waiting.popleft()[2]) // KEY_BYTES
-        self._waiting.append((node.space, shard, node.keys))
+        self._waiting.append((node.space, shard, node.keys, 0))
         self.pages += node.count
         assert len(self._waiting) <= BACKLOG_MAX, node
 
@@ -45,6 +49,9 @@ class Backlog:
             nodes: each of which continues the one behind it.
             shard: of them.
         """
+        if not self._prompt:
+            self._prompts += 1
+            self._prompt = self._prompts
         parts: list[bytes] = []
         size = 0
         for node in nodes:
@@ -61,8 +68,16 @@ class Backlog:
         if len(self._waiting) == BACKLOG_MAX:
             self.pages -= len(self._waiting.pop()[2]) // KEY_BYTES
         keys = b"".join(reversed(parts))
-        self._waiting.appendleft((space, shard, keys))
+        self._waiting.appendleft((space, shard, keys, self._prompt))
         self.pages += len(keys) // KEY_BYTES
+
+    def give_up_rest(self) -> None:
+        """Of a prompt that was put back, pages that were just taken cannot be written now.
+
+        So what follows them cannot, either, and to find that out is to walk all of it.
+        """
+        while self._prompt and self._waiting and self._waiting[0][3] == self._prompt:
+            self.pages -= len(self._waiting.popleft()[2]) // KEY_BYTES
 
     def add_stored(self, node: PrefixNode, keys: Sequence[PrefixKey], shard: int) -> None:
         """Add pages that were stored as one node, which keeps the last of them.
@@ -81,7 +96,7 @@ class Backlog:
 
     def is_held(self, graves: Graves) -> bool:
         """Whether the next pages must wait for the tombstone of one of their keys."""
-        return graves.holds_any(*self._waiting[0])
+        return graves.holds_any(*self._waiting[0][:3])
 
     def take(self, most: int, room_bytes: int) -> tuple[int, PrefixNode | None, int]:
         """Remove the next pages that are one node now.
@@ -94,7 +109,7 @@ class Backlog:
             how many pages; their node, which has exactly these, or None if they were dropped; the
             shard.
         """
-        space, shard, keys = self._waiting.popleft()
+        space, shard, keys, self._prompt = self._waiting.popleft()
         key = PrefixKey(keys[:KEY_BYTES])
         node, pages = space.index.get(key), 1
         if node is not None:
@@ -104,6 +119,6 @@ class Backlog:
             node = space.exact(node, position, pages)
         self.pages -= pages
         if pages * KEY_BYTES < len(keys):
-            self._waiting.appendleft((space, shard, keys[pages * KEY_BYTES :]))
+            self._waiting.appendleft((space, shard, keys[pages * KEY_BYTES :], self._prompt))
         assert (self.pages > 0) == bool(self._waiting)
         return pages, node, shard

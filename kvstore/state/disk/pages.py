@@ -260,7 +260,8 @@ class DiskPages:
         begun = most = self._room(node, shard, BACKLOG_TURN)
         if not (self.degraded or departs or self.is_full):
             begun = self._write(node, shard, Durable(), most)
-        if self.degraded or departs or not (begun >= most or self.writes.holds(node, shard)):
+        comes = begun >= most or self.writes.holds(node, shard) or self.limits.is_behind(node.space)
+        if self.degraded or departs or not comes:
             raise CapacityError("the SSD tier does not take this page now")
         return False
 
@@ -352,6 +353,8 @@ class DiskPages:
                 begun = self._write(node, shard, Durable() if node.disk_pins else None, most)
                 if begun >= most and self.writes.is_dirty(node, shard):
                     self._backlog.put_back(self.writes.unwritten(node, shard), shard)
+                elif begun < most and not self.writes.holds(node, shard):
+                    self._backlog.give_up_rest()
             left -= max(looked, begun)
 
     # ---- from the disk ----------------------------------------------------------------------

@@ -113,7 +113,7 @@ class Writes:
             admitted = self._admission.admit(pairs, size, now_ns, self._memory.moment.tick)
             self._memory.counts["not_admitted_pages"] += admitted < wanted
         assert 0 <= admitted <= wanted, node
-        if self._limits.is_short(space, min(admitted, most) * size):
+        if self._limits.is_short(space, min(admitted, most + RUN_PAGES_MAX) * size):
             first = min(admitted, most)
         else:
             first = _to_the_end_of_a_run(chain, admitted, most)
@@ -128,7 +128,13 @@ class Writes:
         return min(most, SHORT_PAGES) if short else most
 
     def unwritten(self, node: PrefixNode, shard: int) -> Iterator[PrefixNode]:
-        """A node, and those before it, up to one that is on disk or is being written."""
+        """A node, and those before it, up to one that is on disk or is being written.
+
+        In a KV group with a window the node is written alone.
+        """
+        if node.space.shards[shard].window_pages:
+            yield node
+            return
         at: PrefixNode | None = node
         while at is not None and at is not node.space.root:
             if (at.on_disk | at.to_disk) >> shard & 1:

@@ -70,9 +70,11 @@ class Keeping:
             some = pin.nodes[pin.written : pin.written + WRITE_PAGES]
             written = self._tiers.ensure_all_written(some)
             self.pins.refuse_changed(pin)  # of a page that has left nothing is to be written
+            pin.written += written
             if written < len(some):
-                raise CapacityError("the SSD tier does not take all of these pages now")
-            pin.written += len(some)
+                if not self._held.disk.limits.is_behind(pin.space):
+                    raise CapacityError("the SSD tier does not take all of these pages now")
+                self._tiers.go_on()  # it finds more leaves for the space's quota
         if not pin.covers or (pin.tier == "ssd" and pin.written < pin.pages):
             return False
         self.pins.complete(pin)

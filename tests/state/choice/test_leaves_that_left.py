@@ -10,6 +10,7 @@ from kvstore.protocol.page import PrefixKey
 from kvstore.state.choice.policies import POLICIES
 from kvstore.state.choice.policy import MOVES_MAX
 from kvstore.state.disk.jobs import DiskJob
+from kvstore.state.table.invariants import check
 from kvstore.state.table.pages import PageTable
 from kvstore.state.tree.actions import PageStatus
 from kvstore.state.tree.node import PrefixNode
@@ -203,6 +204,50 @@ def test_what_was_just_used_does_not_go_in_the_place_of_leaves_behind_those_that
 
     assert len(hot.nodes) == 200
     assert len(cold.nodes) == 50
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_put_waits_where_a_choice_meets_too_many_leaves_that_are_read(policy):
+    world = World(extents=13, slots_each=128)
+    world.table.eviction.change_policy(policy)
+    engine = world.process()
+    space = world.space(engine)
+    leaves = [chr(0x4E00 + number) for number in range(13 * 128)]
+    for leaf in leaves:
+        world.store(engine, space, leaf)
+    for leaf in leaves[:600]:
+        world.acquire(engine, space, leaf)
+
+    for number in range(20):
+        turns = 0
+        while world.store(engine, space, chr(0x9000 + number)) != [PageStatus.GRANTED]:
+            assert world.table.eviction.behind, "it would be refused, and not wait"
+            world.table.eviction.sweep(64)
+            turns += 1
+            assert turns < 100
+    assert all(key(leaf) in space.nodes for leaf in leaves[:600])
+    check(world.table)
+
+
+def test_a_choice_does_not_wait_long_for_a_queue_that_is_behind(monkeypatch):
+    monkeypatch.setattr("kvstore.state.choice.policy.LOOKS_MAX", 20)
+    monkeypatch.setattr("kvstore.state.choice.aside.PATIENCE", 5)
+    world = World(extents=8, slots_each=128)
+    engine = world.process()
+    left, other = (space_of(world, engine, name) for name in ("left", "other"))
+    world.table.eviction.quotas.set(left, 1 << 40, 0, 1 << 40)
+    for number in range(600):
+        world.store(engine, left, chr(0x4E00 + number))
+    for number in range(600):
+        world.table.residents.drop(left.nodes[key(chr(0x4E00 + number))], 0, "operator")
+    assert world.store(engine, other, "a" * 1024)[-1] == PageStatus.GRANTED
+
+    turns = 0
+    while world.store(engine, other, "b") != [PageStatus.GRANTED]:
+        world.table.eviction.sweep(1)
+        turns += 1
+    assert turns == 5
+    assert world.table.eviction.behind
 
 
 def space_of(world: World, process: Process, model: str) -> PrefixTree:

@@ -11,7 +11,7 @@ from kvstore.state.disk.log import Segment, SegmentLog, SegmentState
 from kvstore.state.disk.plans import parts_of
 from kvstore.state.table.invariants import check
 from kvstore.state.tree.actions import PageStatus
-from kvstore.state.tree.node import PrefixNode, Retention
+from kvstore.state.tree.node import Retention
 from kvstore.state.tree.prefix_tree import PrefixTree
 from tests.state.disk.disk_world import IO_ERROR, DiskWorld
 from tests.state.world import FULL, FULL_2, PAGE, World, ended, identity, key
@@ -116,30 +116,6 @@ def test_a_page_larger_than_its_quota_costs_nothing_else(world):
     world.put("b")
 
     assert world.there("a", "b") == [True, False], "the one that is there goes with the next shrink"
-
-
-def test_a_long_prompt_at_its_quota_looks_at_each_of_its_pages_a_few_times(monkeypatch):
-    """The state serves nobody meanwhile: the square of 2,000 pages is most of a second."""
-    monkeypatch.setattr("kvstore.state.disk.persists.PAGES_STEP", 150)
-    monkeypatch.setattr("kvstore.state.disk.writes.SHORT_PAGES", 150)
-    world, pages = LimitedWorld("back", extents=100, segments=100), 150
-    for at in range(pages):
-        world.put(chr(0x4E00 + at))
-        world.persist(chr(0x4E00 + at))
-        world.end_all()
-    world.limit(world.mine, quota=pages)
-    path = "".join(chr(0x8000 + at) for at in range(pages))
-    assert set(world.store(world.me, world.mine, path)) == {PageStatus.GRANTED}
-    looked: list[PrefixNode] = []
-    add = world.disk.limits.add_candidate
-    monkeypatch.setattr(
-        world.disk.limits, "add_candidate", lambda node: (looked.append(node), add(node))
-    )
-
-    world.persist(path)
-
-    assert len(world.jobs(DiskWrite)) == pages
-    assert len(looked) < 20 * pages
 
 
 def test_what_is_being_written_counts(world):

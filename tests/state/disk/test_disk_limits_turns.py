@@ -6,8 +6,10 @@ from kvstore.protocol.errors import CapacityError
 from kvstore.state.disk.jobs import DiskWrite
 from kvstore.state.table.tiers import apply_effects
 from kvstore.state.tree.actions import PageStatus
+from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.nodeheap import NodeHeap
 from tests.state.disk.test_disk_limits import RECORD, LimitedWorld
+from tests.state.world import key
 
 
 @pytest.mark.parametrize("used", [True, False])
@@ -106,3 +108,52 @@ def test_a_durable_put_at_a_quota_begins_few_pages_in_a_step(monkeypatch):
         world.end_all()
     assert durable.error is None
     assert all(world.on_disk(path))
+
+
+def test_a_move_and_a_pin_to_disk_wait_while_leaves_that_have_changed_are_passed(monkeypatch):
+    for pins in (False, True):
+        world = at_its_quota()
+        monkeypatch.setattr("kvstore.state.disk.limits.LOOKS_MAX", 8)
+        world.disk.go_on()
+        world.put("x")
+        turns = 0
+        if pins:
+            pin = world.table.keeping.begin_pin(world.mine, key("x"), 1 << 60, "ssd")
+            while not world.table.keeping.go_on_with(pin):
+                turns += 1
+                assert turns < 40
+        else:
+            while not world.table.tiers.ensure_written(world.node("x"), 0):
+                world.disk.go_on()
+                for job in world.jobs(DiskWrite):
+                    world.end_job(job)
+                turns += 1
+                assert turns < 40
+        world.end_all()
+
+        assert turns > 4
+        assert world.there("x") == [True]
+
+
+def test_a_long_prompt_at_its_quota_looks_at_each_of_its_pages_a_few_times(monkeypatch):
+    """The state serves nobody meanwhile: the square of 2,000 pages is most of a second."""
+    monkeypatch.setattr("kvstore.state.disk.persists.PAGES_STEP", 150)
+    monkeypatch.setattr("kvstore.state.disk.writes.SHORT_PAGES", 150)
+    world, pages = LimitedWorld("back", extents=100, segments=100), 150
+    for at in range(pages):
+        world.put(chr(0x4E00 + at))
+        world.persist(chr(0x4E00 + at))
+        world.end_all()
+    world.limit(world.mine, quota=pages)
+    path = "".join(chr(0x8000 + at) for at in range(pages))
+    assert set(world.store(world.me, world.mine, path)) == {PageStatus.GRANTED}
+    looked: list[PrefixNode] = []
+    add = world.disk.limits.add_candidate
+    monkeypatch.setattr(
+        world.disk.limits, "add_candidate", lambda node: (looked.append(node), add(node))
+    )
+
+    world.persist(path)
+
+    assert len(world.jobs(DiskWrite)) == pages
+    assert len(looked) < 20 * pages

@@ -96,6 +96,28 @@ def test_a_used_prompt_of_many_nodes_is_walked_a_few_times(monkeypatch):
     assert len(looked) < 5 * len(path)
 
 
+def test_a_used_prompt_that_the_disk_has_no_room_for_is_given_up_as_a_whole(monkeypatch):
+    world = DiskWorld("selective", extents=200, segments=2)
+    path = "a" * 700
+    for end in range(1, len(path) + 1):
+        world.store(world.me, world.mine, path[:end], start=end - 1)
+    looked, is_dirty = list[PrefixNode](), Writes.is_dirty
+
+    def counted(writes: Writes, node: PrefixNode, shard: int) -> bool:
+        looked.append(node)
+        return is_dirty(writes, node, shard)
+
+    monkeypatch.setattr(Writes, "is_dirty", counted)
+    world.acquire(world.me, world.mine, path)
+    for _ in range(20):
+        world.disk.go_on()
+        world.end_all()
+
+    assert 0 < sum(world.on_disk(path)) < len(path)
+    assert world.disk.stats(NO_RECORDS).backlog_pages == 0
+    assert len(looked) < 6 * len(path)
+
+
 def test_the_loads_of_a_long_prompt_begin_in_turns_and_end_as_one():
     world, run = long_prompt_on_disk()
 
