@@ -66,6 +66,7 @@ class QueuesBehind:
             behind = [policy for policy in found if policy.behind]
             for policy in behind:
                 most -= policy.sweep(most)
+                assert most >= 0
             if any(policy.behind for policy in behind):
                 break
             del self._sweeps[queue]

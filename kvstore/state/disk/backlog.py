@@ -68,8 +68,11 @@ class Backlog:
         if len(self._waiting) == BACKLOG_MAX:
             self.pages -= len(self._waiting.pop()[2]) // KEY_BYTES
         keys = b"".join(reversed(parts))
+        assert keys, "nobody would take an empty entry out"
+        assert self._prompt > 0, "it would not be given up as a whole"
         self._waiting.appendleft((space, shard, keys, self._prompt))
         self.pages += len(keys) // KEY_BYTES
+        assert len(self._waiting) <= BACKLOG_MAX
 
     def give_up_rest(self) -> None:
         """Of a prompt that was put back, pages that were just taken cannot be written now.
@@ -78,6 +81,7 @@ class Backlog:
         """
         while self._prompt and self._waiting and self._waiting[0][3] == self._prompt:
             self.pages -= len(self._waiting.popleft()[2]) // KEY_BYTES
+        assert (self.pages > 0) == bool(self._waiting)
 
     def add_stored(self, node: PrefixNode, keys: Sequence[PrefixKey], shard: int) -> None:
         """Add pages that were stored as one node, which keeps the last of them.

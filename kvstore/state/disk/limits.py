@@ -155,6 +155,7 @@ class DiskLimits:
                 if not was_used:
                     return True
             self._looks_left -= 1
+        assert self._looks_left == 0
         return False
 
     def all_offered(self, space: PrefixTree) -> None:
