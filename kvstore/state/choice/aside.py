@@ -10,7 +10,7 @@ from kvstore.state.tree.node import PrefixNode
 BELOW_LOOKS: Final = 64
 """Maximum leaves that were continued behind which a choice looks for others, pages between each of
 them and its leaf, and children of each of these."""
-PATIENCE: Final = 64
+PATIENCE = 64
 """Sweeps of a queue for which a choice finds nothing rather than a leaf of another queue, which may
 be hotter: some 0.1 s."""
 

@@ -21,7 +21,7 @@ MOVES_MAX: Final = 8
 GONE_MAX: Final = 2
 """First entries of a heap, or of the cell whose turn is next, of leaves that have gone otherwise or
 are leaves no more, that go with each that comes: so that no choice has to pass many at once."""
-LOOKS_MAX = 128
+LOOKS_MAX = 64
 """Entries of leaves that have changed since that all choices of one tick pass over at most, beside
 :data:`MOVES_MAX` of each choice: in a heap of a million, whose memory is cold, 10 us each."""
 

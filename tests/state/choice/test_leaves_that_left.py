@@ -140,7 +140,6 @@ def test_a_prompt_does_not_give_its_own_pages_while_leaves_that_have_left_are_sw
         world.disk.go_on()
     assert all(world.on_disk(path))
     monkeypatch.setattr("kvstore.state.choice.policy.LOOKS_MAX", 1)
-    monkeypatch.setattr("kvstore.state.table.room.EMPTY_MAX", 1)
 
     statuses = world.store(world.me, world.mine, path + "b", start=len(path))
 
