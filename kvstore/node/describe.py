@@ -32,7 +32,7 @@ def work_left(node: Node) -> str:
         ("descendants of dropped pages", held.orphans),
         ("an extent that is being emptied", held.draining.now),
         ("leaves that were skipped", held.draining.returning),
-        ("leaves that have left", held.eviction.behind),
+        ("entries of dropped pages in eviction queues", held.eviction.behind),
         ("loads from the SSDs", held.disk.loads.beginning),
         ("writes to the SSDs", held.disk.unfinished),
         ("slots ahead", pages.ahead.used),

@@ -297,7 +297,7 @@ class OperatorRequests:
             before = space.disk_bytes
             kept = table.tiers.shrink(space, _SHRINK_PAGES)
             job.pages += _evicted(table)
-            return before - space.disk_bytes, kept, table.disk.limits.behind
+            return before - space.disk_bytes, kept, table.disk.limits.is_behind(space)
         before = space.host_bytes
         kept = table.room.shrink(space, _SHRINK_PAGES)
         job.pages += _evicted(table)

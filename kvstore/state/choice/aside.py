@@ -1,4 +1,4 @@
-"""Leaves that a choice meets and does not take: young ones, and those continued since. Pure."""
+"""Leaves that a choice meets and does not take: young, continued, or dropped ones. Pure."""
 
 from collections.abc import Iterable, Mapping
 from itertools import islice
@@ -31,7 +31,7 @@ class Passed:
 
 
 class QueuesBehind:
-    """Queues in which a choice has stopped at leaves that have changed, until those are swept."""
+    """Queues where a choice has stopped at entries of dropped or pinned leaves, until a sweep."""
 
     def __init__(self) -> None:
         #: How often each was swept.

@@ -80,7 +80,7 @@ class Eviction:
         #: Queues that have taken leaves over for this choice.
         self._took_over: set[tuple[str, int]] = set()
         #: A choice may have found no victim though there is one, until :meth:`sweep`: in these
-        #: queues it has stopped at leaves that have changed, of which it passes few.
+        #: queues it has stopped at entries of dropped or pinned leaves, of which it passes few.
         self.behind = False
         self._behind = QueuesBehind()
         #: The next leaf of each queue that was asked, which no queue has until it is chosen, until
@@ -352,7 +352,7 @@ class Eviction:
         return None
 
     def _stop_at(self, queue: tuple[str, int]) -> None:
-        """A choice stops at leaves that have changed."""
+        """A choice stops at entries of dropped or pinned leaves."""
         self.behind = True
         self._behind.add(queue)
 

@@ -96,7 +96,7 @@ class HighestReuse:
         return best
 
     def sweep(self, most: int) -> int:
-        """Remove first entries of leaves that have left."""
+        """Remove first entries of dropped leaves."""
         for swept in range(most):
             leaves = self._first_cell()
             if leaves is None or is_live(leaves.first()[-1]):

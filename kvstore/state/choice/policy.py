@@ -41,7 +41,7 @@ class Looks:
     def take(self, tick: int, looked: int) -> bool:
         """Whether a choice may pass over one more, the ``looked``-th of it.
 
-        0 = a leaf that has left: of those none is passed beyond the limit.
+        0 = it is that of a dropped leaf: of those none is passed beyond the limit.
         """
         if tick != self.tick:
             self.tick, self.left = tick, LOOKS_MAX
@@ -53,8 +53,8 @@ class EvictionPolicy(Protocol):
     """Ranks the leaves of one class of slots; every call costs microseconds.
 
     Attributes:
-        behind: the last choice has stopped at leaves that have left otherwise, with more behind
-            them; it may have found no victim though there is one.
+        behind: the last :meth:`pop` stopped at entries of dropped leaves; it may have found no
+            victim though there is one.
     """
 
     behind: bool
@@ -75,13 +75,16 @@ class EvictionPolicy(Protocol):
         """The best victim of those offered, or None; it must be offered again to come again.
 
         Of many leaves that were used since they were offered only some are looked at: then it is
-        the best of these, and may come once more. Nor are many passed that have left otherwise, see
+        the best of these, and may come once more. Few entries of dropped leaves are passed, see
         ``behind``.
         """
         ...
 
     def sweep(self, most: int) -> int:
-        """Remove up to ``most`` leaves that have left otherwise; how many. Changes ``behind``."""
+        """Remove up to ``most`` first entries of dropped leaves, and return how many.
+
+        It resets ``behind`` when the first entry is no longer one of those.
+        """
         ...
 
     def forget(self, most: int) -> bool:
@@ -149,7 +152,7 @@ class LeastRecent:
         return best
 
     def sweep(self, most: int) -> int:
-        """Remove first entries of leaves that have left."""
+        """Remove first entries of dropped leaves."""
         for swept in range(most):
             if not self._heap or is_live(self._heap.first()[-1]):
                 self.behind = False
@@ -300,7 +303,7 @@ class SmallAndMain:
         return None
 
     def sweep(self, most: int) -> int:
-        """Remove first entries of leaves that have left."""
+        """Remove first entries of dropped leaves."""
         for swept in range(most):
             line = self._main if self._is_mains_turn() else self._small
             if not line or is_live(line.first()[-1]):

@@ -12,7 +12,7 @@ from kvstore.state.tree.prefix_tree import PrefixTree
 BACKLOG_MAX: Final = 65_536
 """Maximum nodes whose pages may wait; beyond that, the oldest one is removed for a new one."""
 PART_PAGES: Final = 128
-"""Pages that wait as one, of those before a page that are many; and the rest of a run."""
+"""When a long prompt is put back, each entry has about so many of its pages: whole runs."""
 
 
 class Backlog:

@@ -87,8 +87,9 @@ class Writes:
         """Start to write a node's pages and the pages before it; returns whether all were started.
 
         For a durable put, which is notified, or for ordinary pages, as far as admitted, and the
-        first ``most`` of them and the rest of a run. If only some pages are being written, the node
-        is split, and keeps the others; otherwise it keeps the last of them.
+        first ``most`` of them and the rest of a run; of a space that is at its quota exactly
+        ``most``. If only some pages are being written, the node is split, and keeps the others;
+        otherwise it keeps the last of them.
         """
         space, window = node.space, node.space.shards[shard].window_pages
         chain: list[PrefixNode] = []

@@ -75,12 +75,15 @@ def test_the_writes_before_a_used_page_begin_in_turns(in_flight_max):
     assert world.table.residents.disk.stats(NO_RECORDS).backlog_pages == 0
 
 
-def test_a_used_prompt_of_many_nodes_is_walked_a_few_times(monkeypatch):
-    world = DiskWorld("selective", extents=200, segments=40)
-    path = "a" * 700
+def store_page_by_page(world: DiskWorld, path: str) -> None:
+    """Store a prompt that grows, so that each page is a node."""
     for end in range(1, len(path) + 1):
         world.store(world.me, world.mine, path[:end], start=end - 1)
         assert world.node(path[:end]).count == 1
+
+
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[PrefixNode]:
+    """Gets each node of which it is asked whether it may be written."""
     looked, is_dirty = list[PrefixNode](), Writes.is_dirty
 
     def counted(writes: Writes, node: PrefixNode, shard: int) -> bool:
@@ -88,6 +91,14 @@ def test_a_used_prompt_of_many_nodes_is_walked_a_few_times(monkeypatch):
         return is_dirty(writes, node, shard)
 
     monkeypatch.setattr(Writes, "is_dirty", counted)
+    return looked
+
+
+def test_a_used_prompt_of_many_nodes_is_walked_a_few_times(monkeypatch):
+    world = DiskWorld("selective", extents=200, segments=40)
+    path = "a" * 700
+    store_page_by_page(world, path)
+    looked = looks(monkeypatch)
     world.acquire(world.me, world.mine, path)
     while world.disk.unfinished:
         world.disk.go_on()
@@ -99,15 +110,8 @@ def test_a_used_prompt_of_many_nodes_is_walked_a_few_times(monkeypatch):
 def test_a_used_prompt_that_the_disk_has_no_room_for_is_given_up_as_a_whole(monkeypatch):
     world = DiskWorld("selective", extents=200, segments=2)
     path = "a" * 700
-    for end in range(1, len(path) + 1):
-        world.store(world.me, world.mine, path[:end], start=end - 1)
-    looked, is_dirty = list[PrefixNode](), Writes.is_dirty
-
-    def counted(writes: Writes, node: PrefixNode, shard: int) -> bool:
-        looked.append(node)
-        return is_dirty(writes, node, shard)
-
-    monkeypatch.setattr(Writes, "is_dirty", counted)
+    store_page_by_page(world, path)
+    looked = looks(monkeypatch)
     world.acquire(world.me, world.mine, path)
     for _ in range(20):
         world.disk.go_on()
