@@ -380,6 +380,8 @@ class SSDLog:
         """Sync all segments, even after a failure; the answer names those that failed."""
         errors: dict[int, KVStoreError] = {}
         for number, written in unsynced.items():
+            if number in job.given_up:
+                continue
             try:
                 mover.counts["syncs"] += self._segments.sync(number, written)
             except KVStoreError as error:

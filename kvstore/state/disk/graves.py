@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
 
-from kvstore.protocol.errors import CapacityError, KVStoreError
+from kvstore.protocol.errors import CapacityError, KVStoreError, TierUnavailable
 from kvstore.protocol.page import ALL_KEYS, KEY_BYTES
 from kvstore.state.disk.jobs import DiskTombstone, Durable
 from kvstore.state.disk.log import SegmentLog
@@ -164,6 +164,16 @@ class Graves:
             self._syncs.hurry()  # somebody waits who does so once in a while
         for durable in grave.waiters:
             self._syncs.part_ended(durable, error)
+
+    def doubt(self) -> None:
+        """Tombstones that are not synced may be lost: who waits for one is told."""
+        error = TierUnavailable(
+            "a segment of the SSDs failed: after a power cut the removed pages may be found again"
+        )
+        for grave in (*self._gathering.values(), *self._writing.values()):
+            for durable in grave.waiters:
+                durable.error = durable.error or error
+        self._syncs.doubt(error)
 
     def check(self) -> None:
         """Assert that the counts add up."""

@@ -247,11 +247,15 @@ class DiskTombstone:
 class DiskSync:
     """Make durable every write that had completed when this job was submitted.
 
-    After a sync of a segment has failed, every sync fails until that segment is deleted, because
-    the contents of the disk are unknown.
+    After a sync of a segment has failed, every sync fails until that segment is deleted or given
+    up, because the contents of the disk are unknown.
+
+    Attributes:
+        given_up: segments in which nothing needs to be durable any more.
     """
 
     job: int
+    given_up: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Final
 
 from kvstore.protocol.page import KEY_BYTES
+from kvstore.state.disk.order import NEVER_AWAITED, Order, awaited_by, eldest_of
 from kvstore.state.disk.plans import NodePart, Reclaim, parts_of, plan
 from kvstore.state.disk.records import PageRecords, Stretch
 from kvstore.state.tree.columns import PLACE_COLUMN, pack_places, unpack_place, unpack_places
@@ -70,13 +71,15 @@ class Segment:
         readers: reads and copies in progress.
         sealing: its footer is being written.
         failed: something could not be written or synced here; it is reclaimed first.
-        waits_for: numbers of the segments that may hold records older than its tombstones; it is
-            not reclaimed before them, because those records would return without the tombstones.
-            Nor before segments to which its pages were copied in vain.
+        order: which segments its tombstones wait for: records in them would return without the
+            tombstones.
+        copied_to: numbers of the segments to which its pages were copied in vain: it is not
+            reclaimed before them.
     """
 
     number: int
     size_bytes: int
+    order: Order
     state: SegmentState = SegmentState.OPEN
     end: int = 0
     records: int = 0
@@ -86,7 +89,7 @@ class Segment:
     readers: int = 0
     sealing: bool = False
     failed: bool = False
-    waits_for: set[int] = field(default_factory=set)
+    copied_to: set[int] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +130,10 @@ class SegmentLog:
         self.capacity_bytes = segment_count * segment_bytes
         self.segments: dict[int, Segment] = {}
         self.next_segment = 1
+        self._next_rank = 0
+        #: Segments that failed and have no pages any more: no longer synced, they stay until their
+        #: tombstones wait for no other segment.
+        self.given_up: set[int] = set()
         #: All and only the segments in state FULL.
         self.full: list[Segment] = []
         self._open: dict[bool, Segment] = {}
@@ -178,7 +185,7 @@ class SegmentLog:
         if taken is None:
             return None
         segment = taken[0]
-        segment.waits_for |= self.segments.keys() - {segment.number}
+        segment.order.until = self._next_rank
         return Place(segment.number, segment.end - size)
 
     def wrote(self, place: Place, records: int = 1) -> None:
@@ -216,9 +223,11 @@ class SegmentLog:
 
     def adopt(
         self, number: int, size_bytes: int, end: int, records: int, *, sealed: bool,
-        waits_for: Iterable[int] = (),
+        order: Order | None = None,
     ) -> None:  # fmt: skip
         """Add a segment that was found at the start; it accepts no more records.
+
+        Without an ``order`` it is younger than all others, and has no tombstones.
 
         A power cut can leave a file shorter than it was created, without room for its footer: it
         then has no footer, and is scanned at every start until it is reclaimed.
@@ -226,8 +235,10 @@ class SegmentLog:
         assert number not in self.segments
         done = sealed or end + footer_bytes(records) > size_bytes
         state = SegmentState.SEALED if done else SegmentState.FULL
-        segment = self.segments[number] = Segment(number, size_bytes, state, end, records)
-        segment.waits_for.update(waits_for)
+        order = order or Order(self._next_rank)
+        if order.rank < NEVER_AWAITED:
+            self._next_rank = max(self._next_rank, order.rank + 1)
+        segment = self.segments[number] = Segment(number, size_bytes, order, state, end, records)
         if not done:
             self.full.append(segment)
         self._used_bytes += size_bytes
@@ -270,20 +281,47 @@ class SegmentLog:
         Intact ones only if room is needed, and none before those that its tombstones wait for. If
         all wait for an open one, that is closed, to be sealed and reclaimed first. No segment of
         ``barren``, unless tombstones wait for it: then it is copied, so that they can be removed.
+        A failed one need not wait: when its pages have left it is given up, not deleted.
         """
         short = self.free_segments < FREE_SEGMENTS_MIN
         sealed = [one for one in self.segments.values() if one.state is SegmentState.SEALED]
         wanted = [one for one in sealed if short or one.failed]
-        candidates = [one for one in wanted if not one.waits_for]
-        if wanted and not candidates:
-            for carried, segment in list(self._open.items()):
-                if any(segment.number in one.waits_for for one in wanted):
-                    self._close(carried)
-        awaited = {number for one in wanted for number in one.waits_for}
+        if not wanted:
+            return None
+        eldest = eldest_of(one.order for one in self.segments.values())
         candidates = [
-            one for one in candidates if one.number not in barren or one.number in awaited
+            one
+            for one in wanted
+            if (one.failed or not eldest.holds_up(one.order))
+            and not one.copied_to.intersection(self.segments)
+        ]
+        awaited = awaited_by(one.order for one in wanted)
+        targets = {number for one in wanted for number in one.copied_to}
+        if not candidates:
+            for carried, segment in list(self._open.items()):
+                if awaited.has(segment.order) or segment.number in targets:
+                    self._close(carried)
+        candidates = [
+            one
+            for one in candidates
+            if one.number not in barren or one.number in targets or awaited.has(one.order)
         ]
         return min(candidates, key=lambda one: (not one.failed, bool(one.pages)), default=None)
+
+    def holds_up(self, segment: Segment) -> bool:
+        """Whether a segment's tombstones wait for other segments."""
+        if not segment.order.until:
+            return False
+        return eldest_of(one.order for one in self.segments.values()).holds_up(segment.order)
+
+    def give_up(self, segment: Segment) -> None:
+        """Keep a failed segment without pages until its tombstones wait for no other one."""
+        assert segment.failed
+        assert not segment.pages
+        segment.failed, segment.state = False, SegmentState.SEALED
+        self.given_up.add(segment.number)
+        self._failed -= 1
+        assert self._failed >= 0
 
     @property
     def is_failing(self) -> bool:
@@ -298,7 +336,7 @@ class SegmentLog:
     def fail(self, number: int) -> None:
         """Something could not be written or synced in a segment: it gets no more records."""
         segment = self.segments.get(number)
-        if segment is None or segment.failed:
+        if segment is None or segment.failed or number in self.given_up:
             return
         segment.failed = True
         self._failed += 1
@@ -351,8 +389,7 @@ class SegmentLog:
         assert not segment.writing
         assert not segment.readers
         assert segment not in self._open.values()
-        for other in self.segments.values():
-            other.waits_for.discard(number)
+        self.given_up.discard(number)
         self._used_bytes -= segment.size_bytes
         self._failed -= segment.failed
         assert self._used_bytes >= 0 <= self._failed
@@ -392,7 +429,10 @@ class SegmentLog:
                 assert segment.pages.live_bytes == live_bytes <= segment.end
                 assert strays <= writing
             assert segment.writing >= 0 <= segment.readers
-            assert segment.waits_for <= self.segments.keys() - {segment.number}
+            assert segment.order.until <= self._next_rank
+            if segment.number in self.given_up:
+                assert not segment.failed
+                assert not segment.pages
             if segment.state in (SegmentState.OPEN, SegmentState.FULL):
                 assert segment.end + footer_bytes(segment.records) <= segment.size_bytes
             assert (segment.state is SegmentState.OPEN) == (segment in self._open.values())
@@ -426,9 +466,10 @@ class SegmentLog:
         if not self._may_begin(size, carried=carried):
             return None
         self._close(carried)
-        segment = Segment(self.next_segment, self.segment_bytes)
+        segment = Segment(self.next_segment, self.segment_bytes, Order(self._next_rank))
         assert segment.number not in self.segments, "its file would be overwritten"
         self.next_segment += 1
+        self._next_rank += 1
         self._used_bytes += segment.size_bytes
         assert self._used_bytes <= self.capacity_bytes
         self.segments[segment.number] = self._open[carried] = segment

@@ -105,16 +105,16 @@ class DiskPages:
         #: the message, by its tick, for which it looked for a place in vain.
         self._evicted, self._in_vain = 0, -1
         self._backlog = Backlog()
-        self._syncs = Syncs(rules, self._queue)
+        self._syncs = Syncs(rules, log, self._queue)
         self.loads = DiskLoads(memory, log, self._queue)
         self._checks = DiskChecks(log, self._queue, memory.counts)
         #: What spaces may and must have on disk.
         self.limits = DiskLimits(memory, log, self._queue)
-        self._reclaimer = SegmentReclaimer(
-            log, admission, self._queue, self.limits, memory.counts, rules.retry_ns
-        )
         #: Pages that were taken out on purpose, until their tombstones are written.
         self.graves = Graves(log, self._queue, self._syncs, memory.counts)
+        self._reclaimer = SegmentReclaimer(
+            log, admission, self._queue, self.limits, self.graves, memory.counts, rules.retry_ns
+        )
         self.writes = Writes(
             memory, log, admission, self.limits, self.graves, self._syncs, self._queue
         )

@@ -3,6 +3,9 @@
 To reclaim a segment, its cold pages are removed from disk at once, last pages first; pages worth
 keeping are copied; when the last copy has ended, a sync makes the copies as safe as the originals
 were; and when no reader is left, the file is deleted and the room is free.
+
+A segment that failed is reclaimed at once. If its tombstones are still needed, it is given up
+instead of deleted: it stays, without pages, and is no longer synced.
 """
 
 from enum import Enum
@@ -10,6 +13,7 @@ from typing import Final, NamedTuple
 
 from kvstore.protocol.errors import KVStoreError, PageCorrupt
 from kvstore.state.choice.admission import Admission
+from kvstore.state.disk.graves import Graves
 from kvstore.state.disk.jobs import (
     DiskCopy,
     DiskDrop,
@@ -69,6 +73,7 @@ class SegmentReclaimer:
         admission: which pages are worth carrying over; charged for them.
         queue: gets jobs for the tier; :meth:`completed` gets their ends.
         limits: which pages must not be removed.
+        graves: are told when tombstones may be lost.
         counts: counters.
         retry_ns: pause of reclaiming after a failed sync or deletion.
 
@@ -81,12 +86,13 @@ class SegmentReclaimer:
 
     def __init__(
         self, log: SegmentLog, admission: Admission, queue: DiskQueue,
-        limits: DiskLimits, counts: dict[str, int], retry_ns: int,
+        limits: DiskLimits, graves: Graves, counts: dict[str, int], retry_ns: int,
     ) -> None:  # fmt: skip
         self._log = log
         self._admission = admission
         self._queue = queue
         self._limits = limits
+        self._graves = graves
         self._counts = counts
         self._retry_ns = retry_ns
         self._now_ns = self._rests_until_ns = 0
@@ -324,9 +330,15 @@ class SegmentReclaimer:
         if self._stage is _Drain.COPYING and not self._copies:
             self._stage = _Drain.SYNCING
             self._sync = self._queue.number()
-            self._queue.submit(DiskSync(self._sync))
+            self._queue.submit(DiskSync(self._sync, frozenset(self._log.given_up)))
         elif self._stage is _Drain.READ and not victim.readers and not victim.pages:
-            self._stage = _Drain.DELETING  # all of its pages have left, departing ones too
+            # All of its pages have left, departing ones too.
+            if victim.failed and self._log.holds_up(victim):
+                self._log.give_up(victim)
+                self._graves.doubt()
+                self._victim, self.choosing = None, self._log.wants_reclaim
+                return
+            self._stage = _Drain.DELETING
             self._queue.submit(DiskDrop(self._queue.number(), victim.number))
 
     def _synced(self, error: KVStoreError | None, failed: tuple[int, ...]) -> KVStoreError | None:
@@ -343,7 +355,7 @@ class SegmentReclaimer:
         self._stage = _Drain.COPYING
         if lost:
             assert self._victim is not None
-            self._victim.waits_for |= lost
+            self._victim.copied_to |= lost
             self._victim.state = SegmentState.SEALED
             self._victim = None
         return error

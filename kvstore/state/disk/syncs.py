@@ -10,6 +10,7 @@ from typing import Final
 from kvstore.protocol.errors import KVStoreError
 from kvstore.state.disk.durability import pages_of
 from kvstore.state.disk.jobs import INTERVAL, NO_SYNC, DiskRules, DiskSync, Durable
+from kvstore.state.disk.log import SegmentLog
 from kvstore.state.disk.queue import DiskQueue
 
 DURABLES_STEP: Final = 8
@@ -23,15 +24,17 @@ class Syncs:
 
     Args:
         rules: when to sync.
+        log: which segments are no longer synced.
         queue: gets jobs for the tier; :meth:`completed` gets their ends.
 
     Attributes:
         ended: durable puts and removals that are synced, or failed; the owner removes them.
     """
 
-    def __init__(self, rules: DiskRules, queue: DiskQueue) -> None:
+    def __init__(self, rules: DiskRules, log: SegmentLog, queue: DiskQueue) -> None:
         self.ended: deque[Durable] = deque()
         self._rules = rules
+        self._log = log
         self._queue = queue
         #: Whether something was written since the last sync began, and whether one is under way.
         self._unsynced = False
@@ -84,7 +87,8 @@ class Syncs:
         self._unsynced, self._under_way = False, True
         assert not self._present
         self._present, self._next = self._next, []
-        self._queue.submit(DiskSync(self._queue.number()))
+        job = DiskSync(self._queue.number(), frozenset(self._log.given_up))
+        self._queue.submit(job)
 
     @property
     def idle(self) -> bool:
@@ -101,6 +105,18 @@ class Syncs:
         self._under_way = False
         present, self._present = self._present, []
         for durable in present:
+            durable.error = error
+            self.ended.append(durable)
+
+    def doubt(self, error: KVStoreError) -> None:
+        """A segment is no longer synced: removals that wait for the next sync have failed.
+
+        Pages need not fail: what is in no segment that is synced is not on disk by then.
+        """
+        removals = [durable for durable in self._next if not durable.pages]
+        self._next = [durable for durable in self._next if durable.pages]
+        for durable in removals:
+            assert durable.error is None
             durable.error = error
             self.ended.append(durable)
 

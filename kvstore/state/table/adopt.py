@@ -5,6 +5,7 @@ Pages whose parent is no longer there are left out: no lookup could reach them. 
 dead, and are reclaimed like any others.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,6 +23,7 @@ from kvstore.protocol.page import (
     ShardSpec,
     SpaceIdentity,
 )
+from kvstore.state.disk.order import NEVER_AWAITED, Order
 from kvstore.state.table.pages import PageTable
 from kvstore.state.tree import node as nodes
 from kvstore.state.tree.children import deepen
@@ -89,10 +91,10 @@ def adopt(
         space.index.settle([node for number in order.numbers(0) for node in order.nodes(number)])
     table.counts["orphaned_bytes"] += _dispel(doubts)
     log = table.disk.log
-    for segment in segments:
+    for segment, age in zip(segments, _orders(segments), strict=True):
         log.adopt(
             segment.number, segment.size_bytes, segment.end, segment.records,
-            sealed=segment.sealed, waits_for=_waits_for(segment, segments),
+            sealed=segment.sealed, order=age,
         )  # fmt: skip
     log.adopt_pages(spaces)
     log.next_segment = next_segment
@@ -159,19 +161,13 @@ def _stretches(segment: FoundSegment) -> npt.NDArray[np.intp]:
     return np.flatnonzero(begins)
 
 
-def _waits_for(segment: FoundSegment, segments: list[FoundSegment]) -> list[int]:
-    """Segments with a record that is older than a tombstone of this one.
-
-    If two segments would wait for each other, only the younger one waits.
-    """
-    if not segment.last_tombstone:
-        return []  # nearly all: else a start would compare each of them with each other
+def _orders(segments: list[FoundSegment]) -> list[Order]:
+    """Which segments the tombstones of each one wait for: those with an older record of a page."""
+    oldest = sorted((one.first_page, at) for at, one in enumerate(segments) if one.first_page)
+    ranks = {at: rank for rank, (_, at) in enumerate(oldest)}
     return [
-        other.number
-        for other in segments
-        if 0 < other.first_page < segment.last_tombstone
-        and other is not segment
-        and not (other.last_tombstone and 0 < segment.first_page < other.first_page)
+        Order(ranks.get(at, NEVER_AWAITED), bisect_left(oldest, (one.last_tombstone, -1)))
+        for at, one in enumerate(segments)
     ]
 
 

@@ -68,7 +68,11 @@ class PlainDisk:
             case DiskRead():
                 self.take_slots([job.slot])
             case DiskSync():
-                self.covered[job.job] = [one for one in self.files.records() if one.written]
+                self.covered[job.job] = [
+                    one
+                    for one in self.files.records()
+                    if one.written and one.place.segment not in job.given_up
+                ]
         self.open[job.job] = job
 
     def take_slots(self, slots: list[Slot]) -> None:

@@ -8,6 +8,7 @@ from kvstore.protocol.errors import CapacityError, InvalidArgument, PageCorrupt,
 from kvstore.state.ask.explain import Explainer
 from kvstore.state.disk.jobs import DiskCopy, DiskJob, DiskWrite
 from kvstore.state.disk.log import Segment, SegmentLog, SegmentState
+from kvstore.state.disk.order import Order
 from kvstore.state.disk.plans import parts_of
 from kvstore.state.table.invariants import check
 from kvstore.state.tree.actions import PageStatus
@@ -380,15 +381,15 @@ def test_the_walks_contain_what_they_are_there_for():
 
 def test_a_segment_whose_pages_are_all_pinned_is_copied_when_tombstones_wait_for_it():
     log = SegmentLog(12, SEGMENT)
-    barren, other = Segment(1, SEGMENT), Segment(2, SEGMENT)
+    barren, other = Segment(1, SEGMENT, Order(0)), Segment(2, SEGMENT, Order(1))
     for segment in (barren, other):
         segment.state = SegmentState.SEALED
         log.segments[segment.number] = segment
         log.fail(segment.number)
 
     assert log.victim({1, 2}) is None
-    other.waits_for.add(1)
-    assert log.victim({1}) is barren, "the tombstones go only after it"
+    other.order.until = 1
+    assert log.victim({1, 2}) is barren, "the tombstones go only after it"
 
 
 def test_segments_full_of_reserved_pages_are_left_alone_though_a_part_of_a_page_is_free():

@@ -14,6 +14,7 @@ from kvstore.state.disk.jobs import (
     Verdict,
 )
 from kvstore.state.disk.log import Segment
+from kvstore.state.disk.order import Order
 from kvstore.state.tree.actions import PageStatus
 from kvstore.state.tree.node import PrefixNode, Retention
 from tests.state.disk.disk_world import IO_ERROR, DiskWorld, flood
@@ -314,7 +315,7 @@ def test_a_page_too_large_for_any_segment_waits_for_none():
     """Room is nearly always being made, and it will never be enough for this page."""
     world = DiskWorld(write="back", segment_bytes=(80 << 10) - PAGE)
     world.store(world.me, world.mine, "a")
-    world.disk.log.full.append(Segment(7, 1 << 20))
+    world.disk.log.full.append(Segment(7, 1 << 20, Order(0)))
 
     assert world.disk.before_eviction(world.node("a")) is Verdict.EVICT
     with pytest.raises(CapacityError):

@@ -87,11 +87,12 @@ class LogMachine(RuleBasedStateMachine):
         self.unsyncable: set[int] = set()
         self.writes: list[Write] = []
         self.burials: list[tuple[Durable, set[str]]] = []
-        self.syncs = Syncs(RULES, self.queue)
-        self.keeper = SegmentReclaimer(
-            self.log, admission, self.queue, world.table.disk.limits, counts, RULES.retry_ns
-        )
+        self.syncs = Syncs(RULES, self.log, self.queue)
         self.graves = Graves(self.log, self.queue, self.syncs, counts)
+        limits = world.table.disk.limits
+        self.keeper = SegmentReclaimer(
+            self.log, admission, self.queue, limits, self.graves, counts, RULES.retry_ns
+        )
 
     # ---- the disk -----------------------------------------------------------------------------
 
@@ -112,7 +113,11 @@ class LogMachine(RuleBasedStateMachine):
             case DiskCopy(place=place):
                 self.records[job.job] = self.files.record(place, RECORD, (PATH_OF[job.page.key],))
             case DiskSync():
-                self.covered[job.job] = [one for one in self.files.records() if one.written]
+                self.covered[job.job] = [
+                    one
+                    for one in self.files.records()
+                    if one.written and one.place.segment not in job.given_up
+                ]
 
     def _settle(self) -> None:
         """Apply what the parts say, and take their jobs."""

@@ -162,6 +162,8 @@ def test_after_a_failed_sync_a_segment_is_never_called_durable_again(faulty):
     assert driver.seal(1).failed == ()
     assert list(log.stats().failed_segments) == ["0"]
     assert_reads_back(driver, *first)
+    given_up = driver.run(lambda job: DiskSync(job, frozenset({0})))[0]
+    assert given_up.error is None, "nothing in it needs to be durable any more"
     assert driver.drop(0).error is None
     assert driver.sync().error is None
 
