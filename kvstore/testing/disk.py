@@ -305,7 +305,7 @@ class DiskFault(StrEnum):
     READ_ONLY = "read_only"
 
 
-Call = Literal["create", "open", "write", "read", "sync", "remove", "write_file", "lock"]
+Call = Literal["create", "open", "write", "read", "sync", "close", "remove", "write_file", "lock"]
 _ERRORS: Final = {
     DiskFault.IO_ERROR: errno.EIO,
     DiskFault.FULL: errno.ENOSPC,
@@ -418,8 +418,11 @@ class FaultyDisk:
         self._disk.sync(descriptor)
 
     def close(self, descriptor: int) -> None:
-        """See :class:`Disk`."""
-        self._disk.close(descriptor)
+        """See :class:`Disk`; a close that fails closes the file too, as the system's does."""
+        try:
+            self._struck("close")
+        finally:
+            self._disk.close(descriptor)
 
     def remove(self, path: Path) -> None:
         """See :class:`Disk`."""

@@ -10,10 +10,12 @@ held during file operations: the loop takes it too, and any of them may block. A
 is closed without any lock, by whoever took its descriptor out of the table when it had no users.
 """
 
+import logging
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -25,6 +27,8 @@ from kvstore.tier.directories import OpenDirectory, failure
 from kvstore.tier.disk import Disk
 from kvstore.tier.record import ENTRY, encode_footer, end_of, segment_name
 from kvstore.tier.vectored import aligned, write_fully
+
+log = logging.getLogger(__name__)
 
 DESCRIPTORS_MAX: Final = 256
 """Maximum open segment files; the others are opened when needed."""
@@ -92,6 +96,8 @@ class Segments:
         """All segments with a descriptor, the least recently used first."""
         self._dirty: dict[int, LogFile] = {}
         """All segments with writes that are not synced."""
+        self._said: set[Path] = set()
+        """All directories with a file whose close failed: it was logged."""
         self._lock = threading.Lock()
 
     def adopt(self, segment: LogFile) -> None:
@@ -321,17 +327,28 @@ class Segments:
     def _close_files(self, taken: Iterable[tuple[LogFile, int]]) -> None:
         """Close files; no lock is held, because the last close of a deleted file frees its blocks.
 
-        Until the log is closed, only deleted files are closed, and those without unsynced writes.
+        Until the log is closed, only deleted files are closed, and those without unsynced writes:
+        a close that fails takes back nothing that was reported. The descriptor is free all the
+        same.
         """
-        for _, descriptor in taken:
+        for segment, descriptor in taken:
+            directory = self.directories[segment.directory]
+            self._close(directory.path / segment_name(segment.number), descriptor)
+
+    def _close(self, path: Path, descriptor: int) -> None:
+        try:
             self.disk.close(descriptor)
+        except OSError as error:
+            if path.parent not in self._said:
+                self._said.add(path.parent)
+                log.warning("%s: closing it failed (%s): said once", path, error.strerror or error)
 
     def _give_back(self) -> None:
         """Unlock the directories, once."""
         for directory in self.directories:
             lock, directory.lock = directory.lock, -1
             if lock >= 0:
-                self.disk.close(lock)
+                self._close(directory.path, lock)
 
     def _opened(self, segment: LogFile) -> tuple[int, list[tuple[LogFile, int]]]:
         """Open or create the file of a segment in use. Its lock is held.
@@ -370,7 +387,7 @@ class Segments:
         try:
             self.disk.sync_directory(directory.path)
         except OSError:
-            self.disk.close(descriptor)
+            self._close(path, descriptor)
             self.disk.remove(path)
             raise
         return descriptor

@@ -7,13 +7,14 @@ import pytest
 
 from kvstore.state.disk.jobs import DiskDrop, DiskRead, DiskSync, DiskWrite
 from kvstore.state.tree.places import Place
-from kvstore.testing.disk import SimulatedDisk
+from kvstore.testing.disk import DiskFault, FaultyDisk, SimulatedDisk
 from kvstore.testing.tiers import SLOT, TierDriver, laid_out
 from kvstore.tier import segments
 from kvstore.tier.base import Completion
+from kvstore.tier.record import segment_name
 from kvstore.tier.ssd import SSDLog
 from tests.conftest import wait_for
-from tests.tier.ssd.conftest import pages, recovered
+from tests.tier.ssd.conftest import HOME, SEGMENT_BYTES, pages, recovered
 
 
 class BlockedClose(SimulatedDisk):
@@ -91,3 +92,27 @@ def test_a_file_that_is_being_closed_is_opened_again_by_whoever_needs_it(blocked
     for place, page in (first, second):
         ended, target = driver.read(place, page)
         assert (ended.error, target.content) == (None, page.content)
+
+
+@pytest.mark.parametrize("threads", [0, 1])
+def test_a_close_that_fails_takes_nothing_from_the_tier(disk, caplog, threads):
+    faulty = FaultyDisk(disk)
+    log = recovered(faulty, threads=threads)
+    driver = TierDriver(log)
+    (page,) = pages(1)
+    for number in range(3):
+        assert driver.write((Place(number, 0), page))[0].error is None
+    faulty.arm("close", DiskFault.IO_ERROR, times=3)  # two files here, and one when it ends
+
+    assert [driver.drop(number).error for number in range(2)] == [None, None]
+
+    assert faulty.hits == 2
+    assert [one.used_bytes for one in log.stats().directories] == [SEGMENT_BYTES]
+    assert driver.write((Place(3, 0), page))[0].error is None, "the tier goes on"
+    assert driver.sync().error is None
+    log.close()
+    assert disk.open_files() == 0
+    said = [one for one in caplog.messages if "closing it failed" in one]
+    assert len(said) == 1, "once for a directory"
+    assert f"{HOME / '0' / segment_name(0)}" in said[0]
+    recovered(disk).close()
