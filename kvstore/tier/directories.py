@@ -3,6 +3,7 @@
 import errno
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -99,7 +100,8 @@ def open_all(
         return _identify(disk, node, opened), opened
     except KVStoreError:
         for one in opened:
-            disk.close(one.lock)
+            with suppress(OSError):  # the error above says why the start ends
+                disk.close(one.lock)
         raise
 
 
@@ -204,15 +206,15 @@ def _identify(disk: Disk, node: str, opened: list[OpenDirectory]) -> bytes:
 def _read_identity(disk: Disk, path: Path) -> Identity | None:
     """Read the identity of a directory; None if it has none yet."""
     try:
-        return decode_identity(disk.read_file(path / IDENTITY_NAME))
-    except FileNotFoundError:
+        with suppress(FileNotFoundError):
+            return decode_identity(disk.read_file(path / IDENTITY_NAME))
         if any(map(SEGMENT_NAME.fullmatch, disk.names(path))):
             raise ConfigError(
-                f"{path}: it has segments but no {IDENTITY_NAME}: put back a copy of it, or use"
-                " another directory"
-            ) from None
-        return None
+                f"it has segments but no {IDENTITY_NAME}: put back a copy of it, or use another"
+                " directory"
+            )
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     except OSError as error:
         raise failure(path, error) from error
+    return None
