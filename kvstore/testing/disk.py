@@ -305,7 +305,9 @@ class DiskFault(StrEnum):
     READ_ONLY = "read_only"
 
 
-Call = Literal["create", "open", "write", "read", "sync", "remove", "write_file", "lock"]
+Call = Literal[
+    "names", "lock", "create", "open", "write", "read", "sync", "close", "remove", "write_file"
+]
 _ERRORS: Final = {
     DiskFault.IO_ERROR: errno.EIO,
     DiskFault.FULL: errno.ENOSPC,
@@ -363,6 +365,7 @@ class FaultyDisk:
 
     def names(self, path: Path) -> list[str]:
         """See :class:`Disk`."""
+        self._struck("names")
         return self._disk.names(path)
 
     def lock(self, path: Path) -> int:
@@ -418,8 +421,11 @@ class FaultyDisk:
         self._disk.sync(descriptor)
 
     def close(self, descriptor: int) -> None:
-        """See :class:`Disk`."""
-        self._disk.close(descriptor)
+        """See :class:`Disk`; a close that fails closes the file too, as the system's does."""
+        try:
+            self._struck("close")
+        finally:
+            self._disk.close(descriptor)
 
     def remove(self, path: Path) -> None:
         """See :class:`Disk`."""

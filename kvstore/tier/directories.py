@@ -3,9 +3,10 @@
 import errno
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from kvstore.protocol.errors import CapacityError, ConfigError, KVStoreError, TierUnavailable
 from kvstore.protocol.sizes import exact, rounded
@@ -19,6 +20,9 @@ from kvstore.tier.record import (
 )
 
 log = logging.getLogger(__name__)
+
+_GAPS_MAX: Final = 16
+"""Maximum gaps of segment numbers that one start leaves."""
 
 
 class Directory(NamedTuple):
@@ -56,6 +60,50 @@ class OpenDirectory:
     failing: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Members:
+    """The directories that belong to a log, according to their identities.
+
+    Attributes:
+        log: the log's id.
+        here: the open directories' paths and identities.
+        missing: id → path of those that were open at an earlier start and are not open now.
+        next_segment: a lower bound for the numbers of new segments.
+    """
+
+    log: bytes
+    here: list[tuple[Path, Identity]]
+    missing: dict[str, str]
+    next_segment: int
+
+    @property
+    def gap(self) -> int:
+        """Gaps of segment numbers to leave out, because missing directories may have these numbers.
+
+        If one part of the directories is started without the other, and then the other without this
+        one, both leave a gap: the numbers after it differ if the gaps do.
+        """
+        if not self.missing:
+            return 0
+        return 1 + min(max(0, min(identity.directory for _, identity in self.here)), _GAPS_MAX - 1)
+
+    def forget_missing(self, disk: Disk, next_segment: int) -> None:
+        """Go on without the missing directories; call it before the first new segment.
+
+        When they return, their segments have lower numbers than ``next_segment``, and their records
+        lower sequence numbers than all new ones.
+        """
+        for path in self.missing.values():
+            log.error(
+                "ssd.directories: %s belongs to this log and is missing: it is not mounted, not"
+                " configured any more, or replaced. Its pages are misses until a start finds it"
+                " again; this start goes on without it, and the next one does not say this again",
+                path,
+            )  # fmt: skip
+        if self.missing:
+            _write_members(disk, self.here, {}, next_segment)
+
+
 def failure(path: Path | str, error: OSError) -> KVStoreError:
     """Translate an OSError; the message names the path."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -72,7 +120,7 @@ def failure(path: Path | str, error: OSError) -> KVStoreError:
 
 def open_all(
     disk: Disk, node: str, directories: Sequence[Directory], segment_bytes: int
-) -> tuple[bytes, list[OpenDirectory]]:
+) -> tuple[Members, list[OpenDirectory]]:
     """Lock and identify all directories of a node.
 
     Args:
@@ -82,7 +130,7 @@ def open_all(
         segment_bytes: size of a segment file.
 
     Returns:
-        The log's id, and the directories in the given order.
+        What belongs to the log, and the directories in the given order.
 
     Raises:
         ConfigError: a directory is wrong: it is not a directory, belongs to another node or log,
@@ -99,7 +147,8 @@ def open_all(
         return _identify(disk, node, opened), opened
     except KVStoreError:
         for one in opened:
-            disk.close(one.lock)
+            with suppress(OSError):  # the error above says why the start ends
+                disk.close(one.lock)
         raise
 
 
@@ -174,8 +223,8 @@ def say_room(disk: Disk, opened: Sequence[OpenDirectory]) -> None:
             )  # fmt: skip
 
 
-def _identify(disk: Disk, node: str, opened: list[OpenDirectory]) -> bytes:
-    """Read all identities, then write missing ones; returns the log's id."""
+def _identify(disk: Disk, node: str, opened: list[OpenDirectory]) -> Members:
+    """Read all identities, then write missing ones and bring the others up to date."""
     found = {index: _read_identity(disk, one.path) for index, one in enumerate(opened)}
     ids = {identity.log: index for index, identity in found.items() if identity is not None}
     for index, identity in found.items():
@@ -188,31 +237,72 @@ def _identify(disk: Disk, node: str, opened: list[OpenDirectory]) -> bytes:
         paths = ", ".join(str(opened[index].path) for index in ids.values())
         raise ConfigError(f"{paths}: these directories belong to different logs")
     log_id = next(iter(ids), None) or disk.random_id()
+    here: list[tuple[Path, Identity]] = []
     for index, one in enumerate(opened):
+        identity = found[index]
         try:
-            if found[index] is None:
-                content = encode_identity(Identity(log_id, node, index))
-                disk.write_file(one.path / IDENTITY_NAME, content)
+            if identity is None:
+                identity = Identity(log_id, node, index, disk.random_id())
+                disk.write_file(one.path / IDENTITY_NAME, encode_identity(identity))
+            elif not identity.id or identity.id in {other.id for _, other in here}:
+                identity = _rewritten(
+                    disk, one.path, identity, replace(identity, id=disk.random_id())
+                )
+            here.append((one.path, identity))
             one.direct_io = disk.takes_direct_io(one.path)
         except OSError as error:
             raise failure(one.path, error) from error
         if not one.direct_io:
             log.warning("%s does not support direct I/O: using the page cache", one.path)
-    return log_id
+    missing: dict[str, str] = {}
+    for _, identity in here:
+        missing.update(identity.directories)
+    for _, identity in here:
+        missing.pop(identity.id.hex(), None)
+    next_segment = max(identity.next_segment for _, identity in here)
+    return Members(log_id, _write_members(disk, here, missing, next_segment), missing, next_segment)
+
+
+def _write_members(
+    disk: Disk, here: list[tuple[Path, Identity]], others: dict[str, str], next_segment: int
+) -> list[tuple[Path, Identity]]:
+    """Write into each identity which directories belong to the log; returns the identities."""
+    every = others | {identity.id.hex(): str(path) for path, identity in here if identity.id}
+    updated: list[tuple[Path, Identity]] = []
+    for path, identity in here:
+        wanted = replace(identity, directories=every, next_segment=next_segment)
+        if identity.id and identity != wanted:
+            identity = _rewritten(disk, path, identity, wanted)
+        updated.append((path, identity))
+    return updated
+
+
+def _rewritten(disk: Disk, path: Path, old: Identity, new: Identity) -> Identity:
+    """Replace an identity; returns the one that is on the disk now.
+
+    A disk may be full. The old identity does no harm then: at worst a later start does not notice
+    that a directory is missing, or takes one for missing once more.
+    """
+    try:
+        disk.write_file(path / IDENTITY_NAME, encode_identity(new))
+    except OSError as error:
+        log.warning("%s: %s cannot be updated: %s", path, IDENTITY_NAME, error.strerror or error)
+        return old
+    return new
 
 
 def _read_identity(disk: Disk, path: Path) -> Identity | None:
     """Read the identity of a directory; None if it has none yet."""
     try:
-        return decode_identity(disk.read_file(path / IDENTITY_NAME))
-    except FileNotFoundError:
+        with suppress(FileNotFoundError):
+            return decode_identity(disk.read_file(path / IDENTITY_NAME))
         if any(map(SEGMENT_NAME.fullmatch, disk.names(path))):
             raise ConfigError(
-                f"{path}: it has segments but no {IDENTITY_NAME}: put back a copy of it, or use"
-                " another directory"
-            ) from None
-        return None
+                f"it has segments but no {IDENTITY_NAME}: put back a copy of it, or use another"
+                " directory"
+            )
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     except OSError as error:
         raise failure(path, error) from error
+    return None

@@ -8,7 +8,7 @@ record. It ends with a checksum.
 import json
 import re
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import lru_cache
 from typing import Final, NamedTuple
@@ -363,12 +363,18 @@ class Identity:
     Attributes:
         log: id of the log, the same in all directories of a node.
         node: the node's name.
-        directory: its index among the node's directories when it was created; for people only.
+        directory: its index among the node's directories when it was created.
+        id: random bytes that no other directory has; empty in a file of an earlier version.
+        directories: id in hex → path of each directory that belongs to the log; empty as above.
+        next_segment: a lower bound for the numbers of new segments.
     """
 
     log: bytes
     node: str
     directory: int
+    id: bytes = b""
+    directories: dict[str, str] = field(default_factory=dict)
+    next_segment: int = 0
 
 
 def encode_identity(identity: Identity) -> bytes:
@@ -378,6 +384,9 @@ def encode_identity(identity: Identity) -> bytes:
         "log": identity.log.hex(),
         "node": identity.node,
         "directory": identity.directory,
+        "id": identity.id.hex(),
+        "directories": identity.directories,
+        "next_segment": identity.next_segment,
     }
     return json.dumps(fields, indent=1).encode() + b"\n"
 
@@ -396,12 +405,18 @@ def decode_identity(content: bytes) -> Identity:
                 f"its log has format {version}, this version reads and writes {FORMAT_VERSION}:"
                 " use the newer kvstore, or another directory"
             )
-        log = bytes.fromhex(fields["log"])
-        identity = Identity(log, str(fields["node"]), int(fields["directory"]))
+        identity = Identity(
+            bytes.fromhex(fields["log"]), str(fields["node"]), int(fields["directory"]),
+            bytes.fromhex(fields.get("id", "")),
+            {str(one): str(path) for one, path in dict(fields.get("directories", {})).items()},
+            int(fields.get("next_segment", 0)),
+        )  # fmt: skip
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise ConfigError(f"its identity file is damaged ({error}): {_MEND}") from error
     if len(identity.log) != LOG_ID_BYTES:
         raise ConfigError(f"its identity file is damaged (a short log id): {_MEND}")
+    if not 0 <= identity.next_segment <= SEGMENT_MAX:
+        raise ConfigError(f"its identity file is damaged (an impossible segment): {_MEND}")
     return identity
 
 

@@ -54,6 +54,11 @@ PAIRS_MAX = 1 << 16
 """Maximum pairs of space and shard in a log: :data:`ENTRY` has 16 bits for the number of one."""
 _SEQUENCE_BITS: Final = 32
 """A segment has fewer records than fit into these bits."""
+GAP_SEGMENTS: Final = 1 << 20
+"""More segments than a log creates between the last one that a start finds and the last one in a
+directory that is missing then: 256 TiB at the default size, all in that directory."""
+_GAP_END: Final = SEQUENCE_MAX // 2 >> _SEQUENCE_BITS
+"""Up to this segment, sequence numbers grow with segment numbers; see :func:`_above_all`."""
 
 
 _Marks = npt.NDArray[np.uint64]
@@ -119,7 +124,8 @@ class RecoveredLog:
     Attributes:
         segments: segments, sorted by number.
         pairs: spaces and shards of the pages.
-        next_segment: higher than every number in use, including foreign files.
+        next_segment: higher than every number in use, including foreign files and missing
+            directories.
         next_sequence: higher than the number of every record, including those in unchanged files.
         untouched: files that are not used and not changed: path and reason.
     """
@@ -313,8 +319,14 @@ def _worth(found: SegmentScan) -> tuple[bool, bool, int]:
     return (False, False, 0) if loaded is None else (True, loaded.sealed, len(loaded.entries))
 
 
-def combine(found: Iterable[SegmentScan]) -> RecoveredLog:
-    """Decide which records are valid: the latest of each page, unless it was removed."""
+def combine(found: Iterable[SegmentScan], floor: int = 0, gap: int = 0) -> RecoveredLog:
+    """Decide which records are valid: the latest of each page, unless it was removed.
+
+    Args:
+        found: all files.
+        floor: lower bound for the numbers of new segments, after an earlier gap.
+        gap: segment numbers to leave out, because segments of missing directories may have them.
+    """
     ordered = _numbered(sorted(found, key=lambda one: one.number))
     loaded = [(one, one.loaded) for one in ordered if one.loaded is not None]
     numbers: dict[bytes, int] = {}
@@ -338,9 +350,12 @@ def combine(found: Iterable[SegmentScan]) -> RecoveredLog:
             )
         )
     next_segment = max((one.number + 1 for one in ordered), default=0)
+    next_segment = max(next_segment, floor)
+    if next_segment + gap <= _GAP_END:
+        next_segment += gap
     next_sequence = max((int(one["sequence"].max()) + 1 for one in entries if len(one)), default=1)
     untouched = [f"{one.path}: {one.reason}" for one in ordered if one.loaded is None]
-    if untouched:
+    if untouched or floor or gap:
         next_sequence = max(next_sequence, _above_all(next_segment))
     pairs = [unpack_pair(packed) for packed in numbers]
     return RecoveredLog(segments, pairs, next_segment, next_sequence, untouched)

@@ -5,14 +5,17 @@ which one gets the next record. This module knows only about files: which are op
 not synced, what a footer will list, which file failed. Completions report this to the log.
 
 Worker threads share it. ``_lock`` protects the table and all fields of its segments, and is never
-held during file operations. A segment's own ``lock`` is held while its file is created, opened or
-synced, and is taken before ``_lock``.
+held during file operations: the loop takes it too, and any of them may block. A segment's own
+``lock`` is held while its file is created, opened or synced, and is taken before ``_lock``. A file
+is closed without any lock, by whoever took its descriptor out of the table when it had no users.
 """
 
+import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -24,6 +27,8 @@ from kvstore.tier.directories import OpenDirectory, failure
 from kvstore.tier.disk import Disk
 from kvstore.tier.record import ENTRY, encode_footer, end_of, segment_name
 from kvstore.tier.vectored import aligned, write_fully
+
+log = logging.getLogger(__name__)
 
 DESCRIPTORS_MAX: Final = 256
 """Maximum open segment files; the others are opened when needed."""
@@ -91,6 +96,8 @@ class Segments:
         """All segments with a descriptor, the least recently used first."""
         self._dirty: dict[int, LogFile] = {}
         """All segments with writes that are not synced."""
+        self._said: set[Path] = set()
+        """All directories with a file whose close failed: it was logged."""
         self._lock = threading.Lock()
 
     def adopt(self, segment: LogFile) -> None:
@@ -118,7 +125,8 @@ class Segments:
             descriptor = segment.descriptor
             if descriptor is None:
                 with segment.lock:
-                    descriptor = self._opened(segment)
+                    descriptor, idle = self._opened(segment)
+                self._close_files(idle)
             yield segment, descriptor
         finally:
             self._leave(segment)
@@ -237,15 +245,14 @@ class Segments:
     def close(self) -> None:
         """Close all files and unlock the directories; no job may be running."""
         with self._lock:
-            for segment in list(self._open.values()):
-                assert not segment.users, "jobs end before their files are closed"
-                self._close_file(segment)
+            assert not any(one.users for one in self._open.values()), "jobs end before their files"
+            taken = self._taken_out(list(self._open.values()))
+        self._close_files(taken)
         self._give_back()
 
     def forked(self) -> None:
         """In a forked child: close the parent's files, so that its locks do not outlast it."""
-        for segment in list(self._open.values()):
-            self._close_file(segment)
+        self._close_files(self._taken_out(list(self._open.values())))
         self._give_back()
 
     def counts(self) -> list[int]:
@@ -290,36 +297,68 @@ class Segments:
         return max(roomy, key=lambda at: (not self.directories[at].failing, room[at]))
 
     def _leave(self, segment: LogFile) -> None:
+        taken: list[tuple[LogFile, int]] = []
         with self._lock:
             segment.users -= 1
             assert segment.users >= 0
             if segment.users:
                 return
             if segment.dropped:
-                self._close_file(segment)
+                taken = self._taken_out([segment])
             elif not segment.exists and self._table.get(segment.number) is segment:
                 del self._table[segment.number]
                 self.directories[segment.directory].used_bytes -= segment.size_bytes
+        self._close_files(taken)
 
-    def _close_file(self, segment: LogFile) -> None:
-        descriptor, segment.descriptor = segment.descriptor, None
-        if descriptor is not None:
-            mine = self._open.pop(segment.number)
-            assert mine is segment
+    def _taken_out(self, segments: Iterable[LogFile]) -> list[tuple[LogFile, int]]:
+        """The descriptors of segments without users, for :meth:`_close_files`. ``_lock`` is held.
+
+        Whoever uses one of the segments next opens its file again.
+        """
+        taken: list[tuple[LogFile, int]] = []
+        for segment in segments:
+            descriptor, segment.descriptor = segment.descriptor, None
+            if descriptor is not None:
+                mine = self._open.pop(segment.number)
+                assert mine is segment
+                taken.append((segment, descriptor))
+        return taken
+
+    def _close_files(self, taken: Iterable[tuple[LogFile, int]]) -> None:
+        """Close files; no lock is held, because the last close of a deleted file frees its blocks.
+
+        Until the log is closed, only deleted files are closed, and those without unsynced writes:
+        a close that fails takes back nothing that was reported. The descriptor is free all the
+        same.
+        """
+        for segment, descriptor in taken:
+            directory = self.directories[segment.directory]
+            self._close(directory.path / segment_name(segment.number), descriptor)
+
+    def _close(self, path: Path, descriptor: int) -> None:
+        try:
             self.disk.close(descriptor)
+        except OSError as error:
+            if path.parent not in self._said:
+                self._said.add(path.parent)
+                log.warning("%s: closing it failed (%s): said once", path, error.strerror or error)
 
     def _give_back(self) -> None:
         """Unlock the directories, once."""
         for directory in self.directories:
             lock, directory.lock = directory.lock, -1
             if lock >= 0:
-                self.disk.close(lock)
+                self._close(directory.path, lock)
 
-    def _opened(self, segment: LogFile) -> int:
-        """The descriptor of a segment in use; opens or creates the file. Its lock is held."""
+    def _opened(self, segment: LogFile) -> tuple[int, list[tuple[LogFile, int]]]:
+        """Open or create the file of a segment in use. Its lock is held.
+
+        Returns:
+            Its descriptor, and idle files to close when its lock is released.
+        """
         assert segment.users > 0, "its file may be closed meanwhile"
         if segment.descriptor is not None:
-            return segment.descriptor
+            return segment.descriptor, []
         directory = self.directories[segment.directory]
         path = directory.path / segment_name(segment.number)
         try:
@@ -337,9 +376,8 @@ class Segments:
             self._open[segment.number] = segment
             idle = [one for one in self._open.values() if not one.users]
             idle = [one for one in idle if one.written == one.synced]
-            for one in idle[: max(len(self._open) - DESCRIPTORS_MAX, 0)]:
-                self._close_file(one)
-        return descriptor
+            idle = idle[: max(len(self._open) - DESCRIPTORS_MAX, 0)]
+            return descriptor, self._taken_out(idle)
 
     def _make(self, segment: LogFile, directory: OpenDirectory) -> int:
         assert not segment.exists
@@ -349,7 +387,7 @@ class Segments:
         try:
             self.disk.sync_directory(directory.path)
         except OSError:
-            self.disk.close(descriptor)
+            self._close(path, descriptor)
             self.disk.remove(path)
             raise
         return descriptor

@@ -33,7 +33,14 @@ from kvstore.tier.base import Completion
 from kvstore.tier.directories import Directory, failure, open_all, say_room
 from kvstore.tier.disk import Disk, OSDisk
 from kvstore.tier.record import SEGMENT_MAX, SEGMENT_NAME, ForeignLog, segment_name
-from kvstore.tier.recovery import RecoveredLog, SegmentScan, combine, load_segment, one_of_each
+from kvstore.tier.recovery import (
+    GAP_SEGMENTS,
+    RecoveredLog,
+    SegmentScan,
+    combine,
+    load_segment,
+    one_of_each,
+)
 from kvstore.tier.segments import LogFile, Segments
 from kvstore.tier.transfer import Read, RecordMover, Write, batches
 
@@ -85,7 +92,8 @@ class SSDLog:
     ) -> None:
         assert segment_bytes % BLOCK_BYTES == 0, "segments are whole blocks"
         self._disk = disk if disk is not None else OSDisk()
-        self.log_id, opened = open_all(self._disk, node, directories, segment_bytes)
+        self._members, opened = open_all(self._disk, node, directories, segment_bytes)
+        self.log_id = self._members.log
         self._directories = opened
         self._segments = Segments(self._disk, self.log_id, opened, segment_bytes)
         self._wake = wake
@@ -150,7 +158,9 @@ class SSDLog:
         found = one_of_each(found)
         for one in found:
             self._adopt(one)
-        recovered = combine(found)
+        gap = self._members.gap * GAP_SEGMENTS
+        recovered = combine(found, self._members.next_segment, gap)
+        self._members.forget_missing(self._disk, recovered.next_segment)
         for line in recovered.untouched:
             log.error("file not used: %s", line)
         say_room(self._disk, self._directories)

@@ -268,7 +268,7 @@ def test_a_block_of_another_log_or_a_newer_format_is_refused():
 
 
 def test_an_identity_comes_back_equal_and_a_damaged_or_newer_one_is_refused():
-    identity = Identity(LOG, "node", 3)
+    identity = Identity(LOG, "node", 3, b"id", {b"id".hex(): "/log"}, 77)
     content = encode_identity(identity)
 
     assert decode_identity(content) == identity
@@ -277,6 +277,8 @@ def test_an_identity_comes_back_equal_and_a_damaged_or_newer_one_is_refused():
     for broken in (
         b"", b"{}", b"\xff", content[:20], content.replace(b"6c", b"zz"), b"[]", b"[" * 100_000,
         content.replace(b'"format": 1', b'"format": 1e999'),
+        content.replace(b": 77", b": -1"), content.replace(b": 77", b": 1152921504606846976"),
+        content.replace(b'"id": "', b'"id": "x'), content.replace(b"{\n  ", b"[\n  "),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match="damaged"):
             decode_identity(broken)

@@ -58,6 +58,19 @@ def test_segments_without_an_identity_are_refused(disk):
         open_log(disk)
 
 
+@pytest.mark.parametrize("closing_fails", [False, True])
+def test_a_directory_whose_names_cannot_be_read_is_unavailable_and_named(disk, closing_fails):
+    faulty = FaultyDisk(disk)
+    faulty.arm("names", DiskFault.IO_ERROR)
+    if closing_fails:
+        faulty.arm("close", DiskFault.IO_ERROR)
+
+    with pytest.raises(TierUnavailable, match="/log/0: Input/output error"):
+        open_log(faulty)
+    assert disk.open_files() == 0
+    recovered(faulty).close()
+
+
 def test_a_directory_is_one_process_s_at_a_time(disk):
     log = recovered(disk)
 
