@@ -299,7 +299,7 @@ class Durable:
     Attributes:
         pages: of a put: space, shard, keys and digests.
         deadline_ns: no write of it begins from then on; 0 = never.
-        pinned: slots of its pages in memory, pinned until it ends.
+        pinned: slots of its pages in memory, pinned while there is a ``rest``.
         rest: keys of pages of which no write has begun for it, the last ones first.
         outstanding: writes, or tombstones, that have not ended; one more while there is a ``rest``.
         error: why it failed; None = it did not.
