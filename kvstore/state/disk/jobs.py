@@ -414,6 +414,11 @@ class PageLoad:
         self.tokens: list[bytes] = [b""] * len(slots)
         self.errors: dict[int, KVStoreError] = {}
 
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its slots."""
+        return len(self.slots) * self.space.shards[self.shard].slot_bytes
+
     def matching(self, key: PrefixKey, packed: bytes) -> int:
         """How many of the packed keys match its page with this key and the following ones."""
         first = self.keys.find(key)

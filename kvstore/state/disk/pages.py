@@ -106,7 +106,7 @@ class DiskPages:
         self._evicted, self._in_vain = 0, -1
         self._backlog = Backlog()
         self._syncs = Syncs(rules, self._queue)
-        self.loads = DiskLoads(memory, log, self._queue)
+        self.loads = DiskLoads(memory, log, rules, self._queue)
         self._checks = DiskChecks(log, self._queue, memory.counts)
         #: What spaces may and must have on disk.
         self.limits = DiskLimits(memory, log, self._queue)
