@@ -460,7 +460,7 @@ class DiskPages:
         """Advance the clock to ``now_ns``; :meth:`go_on` then syncs and writes what is due."""
         assert now_ns >= self._now_ns, "the clock never goes back"
         self._now_ns = now_ns
-        self.persists.job_ended()
+        self.persists.advance()
         self._reclaimer.advance(now_ns, self._memory.moment.tick)
 
     def applied(self) -> None:

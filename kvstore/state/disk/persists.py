@@ -39,6 +39,7 @@ PUTS_STEP: Final = 8
 _UNPINNED: Final = 4
 """Pages of a put that are unpinned in the time that one takes to be written."""
 _CHECKED_PAGES: Final = 1024
+_LATE: Final = "not all pages were written"
 _FULL: Final = "the disk, or the space's quota of it, is full now; try later"
 
 
@@ -142,7 +143,7 @@ class Persists:
             if degraded:
                 durable.error = durable.error or CapacityError(_FULL)
             elif 0 < durable.deadline_ns <= self._memory.moment.now_ns:
-                durable.error = durable.error or TransferTimeout("not all pages were written")
+                durable.error = durable.error or TransferTimeout(_LATE)
             elif self._goes_on(durable):
                 self._in_vain = 0
             else:
@@ -160,6 +161,20 @@ class Persists:
     def job_ended(self) -> None:
         """A job of the tier has ended, or time has passed: each one may go on now."""
         self._in_vain = 0
+
+    def advance(self) -> None:
+        """Time has passed: end the beginning of some whose deadline has come.
+
+        They do not wait for a step: there is none while writes hang, and they pin their pages.
+        """
+        self.job_ended()
+        now_ns = self._memory.moment.now_ns
+        over = [one for one in self._beginning if 0 < one.deadline_ns <= now_ns]
+        for durable in over[:PUTS_STEP]:
+            self._beginning.remove(durable)
+            durable.error = durable.error or TransferTimeout(_LATE)
+            self._sort(durable)
+            assert not durable.pinned, "it would keep memory as long as the writes hang"
 
     def end_some(self) -> None:
         """Acknowledge some of those that are synced or failed."""
