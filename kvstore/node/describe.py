@@ -33,7 +33,7 @@ def work_left(node: Node) -> str:
         ("an extent that is being emptied", held.draining.now),
         ("leaves that were skipped", held.draining.returning),
         ("entries of dropped pages in eviction queues", held.eviction.behind),
-        ("loads from the SSDs", held.disk.loads.beginning),
+        ("loads from the SSDs", held.disk.loads.may_go_on),
         ("writes to the SSDs", held.disk.unfinished),
         ("slots ahead", pages.ahead.used),
         ("what lost or ended processes held", node.leaving.losing or node.leaving.ending),

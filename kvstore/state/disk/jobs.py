@@ -303,7 +303,7 @@ class Durable:
     Attributes:
         pages: of a put: space, shard, keys and digests.
         deadline_ns: no write of it begins from then on; 0 = never.
-        pinned: slots of its pages in memory, pinned until it ends.
+        pinned: slots of its pages in memory, pinned while there is a ``rest``.
         rest: keys of pages of which no write has begun for it, the last ones first.
         outstanding: writes, or tombstones, that have not ended; one more while there is a ``rest``.
         error: why it failed; None = it did not.
@@ -417,6 +417,11 @@ class PageLoad:
         self.waiters: list[Fetch] = [waiter]
         self.tokens: list[bytes] = [b""] * len(slots)
         self.errors: dict[int, KVStoreError] = {}
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its slots."""
+        return len(self.slots) * self.space.shards[self.shard].slot_bytes
 
     def matching(self, key: PrefixKey, packed: bytes) -> int:
         """How many of the packed keys match its page with this key and the following ones."""

@@ -106,7 +106,7 @@ class DiskPages:
         self._evicted, self._in_vain = 0, -1
         self._backlog = Backlog()
         self._syncs = Syncs(rules, log, self._queue)
-        self.loads = DiskLoads(memory, log, self._queue)
+        self.loads = DiskLoads(memory, log, rules, self._queue)
         self._checks = DiskChecks(log, self._queue, memory.counts)
         #: What spaces may and must have on disk.
         self.limits = DiskLimits(memory, log, self._queue)
@@ -460,7 +460,7 @@ class DiskPages:
         """Advance the clock to ``now_ns``; :meth:`go_on` then syncs and writes what is due."""
         assert now_ns >= self._now_ns, "the clock never goes back"
         self._now_ns = now_ns
-        self.persists.job_ended()
+        self.persists.advance()
         self._reclaimer.advance(now_ns, self._memory.moment.tick)
 
     def applied(self) -> None:

@@ -8,7 +8,8 @@
 - **beginning**: it is in a queue. A step begins some of its writes, from the start of the chain on,
   within the limits; then it is the next one's turn. What it waits for is either a further step of
   this node, see :meth:`Persists.may_go_on`, or the end of a job of the tier.
-- **writing**: no further write begins; it waits for those that have begun.
+- **writing**: no further write begins; it waits for those that have begun. From then on its pages
+  may leave memory: they are on disk, or a write pins them. A sync that hangs keeps none of them.
 - **syncing**: without an error it waits for a sync that begins now or later.
 - **ended**: it is acknowledged, without an error only if its pages are on disk now.
 
@@ -35,7 +36,10 @@ PAGES_STEP = 128
 """Pages of durable puts that one step begins to write; a turn has two steps or fewer."""
 PUTS_STEP: Final = 8
 """Durable puts that one step looks at."""
+_UNPINNED: Final = 4
+"""Pages of a put that are unpinned in the time that one takes to be written."""
 _CHECKED_PAGES: Final = 1024
+_LATE: Final = "not all pages were written"
 _FULL: Final = "the disk, or the space's quota of it, is full now; try later"
 
 
@@ -107,7 +111,7 @@ class Persists:
         durable.outstanding = 1  # that it is beginning
         self._all.add(durable)
         for node in nodes:
-            if node.memory >> shard & 1:
+            if rest and node.memory >> shard & 1:
                 slots = node.slots_of(shard)
                 self._memory.slots.pin(slots, 0)
                 durable.pinned += slots
@@ -119,6 +123,7 @@ class Persists:
         else:
             durable.rest.clear()
             durable.outstanding -= 1
+            self._unpin(durable)
             self._end(durable)
             self.acknowledged.remove(durable)
             raise CapacityError(_FULL)
@@ -138,7 +143,7 @@ class Persists:
             if degraded:
                 durable.error = durable.error or CapacityError(_FULL)
             elif 0 < durable.deadline_ns <= self._memory.moment.now_ns:
-                durable.error = durable.error or TransferTimeout("not all pages were written")
+                durable.error = durable.error or TransferTimeout(_LATE)
             elif self._goes_on(durable):
                 self._in_vain = 0
             else:
@@ -156,6 +161,20 @@ class Persists:
     def job_ended(self) -> None:
         """A job of the tier has ended, or time has passed: each one may go on now."""
         self._in_vain = 0
+
+    def advance(self) -> None:
+        """Time has passed: end the beginning of some whose deadline has come.
+
+        They do not wait for a step: there is none while writes hang, and they pin their pages.
+        """
+        self.job_ended()
+        now_ns = self._memory.moment.now_ns
+        over = [one for one in self._beginning if 0 < one.deadline_ns <= now_ns]
+        for durable in over[:PUTS_STEP]:
+            self._beginning.remove(durable)
+            durable.error = durable.error or TransferTimeout(_LATE)
+            self._sort(durable)
+            assert not durable.pinned, "it would keep memory as long as the writes hang"
 
     def end_some(self) -> None:
         """Acknowledge some of those that are synced or failed."""
@@ -178,6 +197,7 @@ class Persists:
             assert not durable.ended
             assert bool(durable.rest) == (durable in self._beginning)
             assert not durable.rest or durable.outstanding > 0, "it ends before its last write"
+            assert durable.rest or not durable.pinned, "nothing that hangs may keep them in memory"
             assert all(self._memory.slots.pinned(slot) for slot in durable.pinned[:_CHECKED_PAGES])
             yield 0
 
@@ -193,8 +213,15 @@ class Persists:
             self._beginning.append(durable)
             return
         durable.rest.clear()
+        self._unpin(durable)
         assert durable.outstanding > 0, "it would be acknowledged before its writes have ended"
         self._syncs.part_ended(durable, None)
+
+    def _unpin(self, durable: Durable) -> None:
+        """No further write of it begins: the pages are on disk, or are being written, or failed."""
+        self._pages_left -= len(durable.pinned) // _UNPINNED
+        self._queue.effects.append(UnpinSlots(durable.pinned))
+        durable.pinned = []
 
     def _goes_on(self, durable: Durable) -> bool:
         """Begin writes, as many as one step may; False = the next page cannot be written now."""
@@ -251,11 +278,10 @@ class Persists:
         return found
 
     def _end(self, durable: Durable) -> None:
-        assert not durable.ended, "its pages would be unpinned twice"
+        assert not durable.ended, "it would be acknowledged twice"
         assert not durable.rest, "it would be acknowledged before its last page is written"
+        assert not durable.pinned, "nobody would unpin its pages"
         self._writes.give_up(durable)
-        self._queue.effects.append(UnpinSlots(durable.pinned))
-        durable.pinned = []
         self._all.discard(durable)
         if durable.error is None and not all(are_there(*some) for some in durable.pages):
             durable.error = CapacityError("a page left the store before its sync; put it again")

@@ -94,8 +94,8 @@ class Residents:
         """Whether work is left for later turns: :meth:`drop_orphans`, :meth:`drain`, writes."""
         if self.orphans or self.draining.now is not None or self.draining.returning:
             return True
-        more = self.pins.ending or self.eviction.behind or self.disk.loads.beginning
-        return bool(more) or self.disk.unfinished
+        more = self.pins.ending or self.eviction.behind or self.disk.unfinished
+        return bool(more or (self.fetches.beginning and self.disk.loads.may_go_on))
 
     def ready_run(self, space: PrefixTree, shard: int, packed: bytes) -> list[PrefixNode]:
         """The leading run of READY pages of one shard, in any tier, as single pages."""

@@ -222,28 +222,28 @@ class Room:
     def load(self, fetch: Fetch, nodes: Sequence[PrefixNode], shard: int) -> None:
         """Load what is on disk only of a run of READY pages, and keep all of it in memory.
 
-        Of many loads some begin now, and the others in the turns that come.
+        Of many loads some begin now, and the others in the turns that come, or when loads end.
         """
         disk = self._held.disk
         disk.loads.add(fetch, nodes, shard)
         self._begin_loads(disk.loads, fetch, LOADS_TURN)
         if fetch.wanted:
-            disk.loads.beginning.append(fetch)
+            disk.loads.beginning[fetch] = None
 
     def load_more(self) -> None:
         """Begin more of the loads that somebody waits for, as many as one turn does."""
         disk, left = self._held.disk, LOADS_TURN
-        while disk.loads.beginning and left > 0:
-            fetch = disk.loads.beginning[0]
+        while left > 0 and (fetch := disk.loads.first) is not None:
             left -= self._begin_loads(disk.loads, fetch, left)
-            if not fetch.wanted:
-                disk.loads.beginning.popleft()
+            if fetch.wanted:
+                break  # until loads have ended, or in the next turn
+            del disk.loads.beginning[fetch]
 
     def _begin_loads(self, loads: DiskLoads, fetch: Fetch, most: int) -> int:
         """Begin up to ``most`` loads of a fetch; how many pages were looked at."""
         looked = 0
-        while fetch.wanted and not fetch.ended and looked < most:
-            pages, node, shard = loads.next(fetch, most - looked)
+        while fetch.wanted and looked < most and (found := loads.next(fetch, most - looked)):
+            pages, node, shard = found
             looked += pages
             if node is not None:
                 assert node.above is not None, node

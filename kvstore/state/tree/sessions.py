@@ -13,7 +13,7 @@ A **session** is one engine with all its processes; a **process** is one connect
 more. "Dead": the kernel says that the process has ended (a pidfd).
 """
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -277,12 +277,14 @@ class Fetches:
         moment: the time of the message that is being processed.
 
     Attributes:
+        beginning: fetches whose loads from disk have not all begun, the first one first.
         ended: fetches whose last load has ended, to be resumed.
     """
 
     def __init__(self, slots: SlotTable, moment: Moment) -> None:
         self._slots = slots
         self._moment = moment
+        self.beginning: OrderedDict[Fetch, None] = OrderedDict()
         self.ended: list[Fetch] = []
 
     def keep(self, fetch: Fetch, slots: list[Slot]) -> None:
@@ -311,6 +313,8 @@ class Fetches:
         """End a fetch: its request was answered, or given up; returns the slots that it pinned."""
         assert not fetch.ended
         fetch.ended = True
+        fetch.wanted.clear()
+        self.beginning.pop(fetch, None)
         pinned, fetch.pinned = fetch.pinned, []
         return pinned
 

@@ -94,7 +94,7 @@ class History:
     def _go_on(self) -> None:
         """What the node does after each message."""
         self.table.tiers.go_on()
-        if self.table.disk.loads.beginning:
+        if self.table.disk.loads.may_go_on:
             self.table.room.load_more()
         self._see()
 

@@ -4,7 +4,7 @@ import pytest
 
 from kvstore.protocol.errors import CapacityError, DurabilityUnavailable
 from kvstore.state.disk import persists as disk
-from kvstore.state.disk.jobs import DiskJob, DiskSeal, DiskSync, DiskWrite
+from kvstore.state.disk.jobs import DiskJob, DiskSeal, DiskSync, DiskWrite, Durable
 from kvstore.state.table.runs import leading_ready
 from kvstore.state.tree.actions import PageStatus
 from kvstore.state.tree.node import Retention
@@ -72,18 +72,84 @@ def test_a_durable_put_fails_when_a_page_before_it_cannot_be_written():
     assert durable.error is not None
 
 
-def test_a_page_awaiting_its_sync_is_not_evicted():
+def one_put_written() -> tuple[DiskWorld, Durable]:
+    """Memory is full of a durable put that awaits its sync."""
     world = DiskWorld(sync="interval", extents=1)
+    world.disk.advance(1)
     world.store(world.me, world.mine, "abcd")
     durable = world.persist("abcd")
     for path in ("a", "ab", "abc", "abcd"):
         world.end_job(world.write_of(path))
+    return world, durable
 
-    assert world.store(world.me, world.mine, "x") == [PageStatus.NO_ROOM]
+
+def test_a_page_awaiting_its_sync_may_leave_memory_and_the_put_is_told_by_that_sync():
+    world, durable = one_put_written()
+    assert world.slots.stats().pinned_bytes == 0
+
+    assert world.store(world.me, world.mine, "x") == [PageStatus.GRANTED]
+    assert not all(world.in_memory("abcd"))
+    assert not durable.ended, "nothing is synced yet"
     world.disk.advance(1000)
     world.end_all()
     assert durable.ended
+    assert durable.error is None
+    assert all(world.on_disk("abcd"))
+
+
+def test_a_page_that_left_memory_and_then_the_disk_before_its_sync_is_not_acknowledged():
+    world, durable = one_put_written()
+    world.store(world.me, world.mine, "x")
+    assert world.in_memory("abcd")[3] is False
+    world.lose(world.node("abcd"), 0)
+
+    world.disk.advance(1000)
+    world.end_all()
+
+    assert durable.ended
+    assert isinstance(durable.error, CapacityError)
+
+
+def test_a_page_that_left_memory_before_its_sync_failed_is_not_acknowledged():
+    world, durable = one_put_written()
+    world.store(world.me, world.mine, "x")
+    world.disk.advance(1000)
+    (sync,) = world.jobs(DiskSync)
+
+    world.end_job(sync, IO_ERROR)
+
+    assert durable.ended
+    assert durable.error is IO_ERROR
+
+
+def test_a_page_that_is_being_written_for_a_put_stays_in_memory():
+    world = DiskWorld(write="back", extents=1)
+    world.store(world.me, world.mine, "abcd")
+    durable = world.persist("abcd")
+    for path in ("a", "ab", "abc"):
+        world.end_job(world.write_of(path))
+
+    assert world.store(world.me, world.mine, "x") == [PageStatus.NO_ROOM]
+    world.end_all()
+
+    assert durable.error is None
     assert world.store(world.me, world.mine, "x") == [PageStatus.GRANTED]
+
+
+def test_a_sync_that_hangs_does_not_fill_memory_with_durable_puts():
+    world = DiskWorld(segments=64, extents=4)
+    for _ in range(40):
+        path = chr(next(world.letters))
+        assert world.store(world.me, world.mine, path) == [PageStatus.GRANTED]
+        durable = world.persist(path)
+        for job in world.jobs(DiskWrite):
+            world.end_job(job)
+        assert not durable.ended
+    assert len(world.jobs(DiskSync)) == 1
+
+    world.end_all()
+
+    assert world.slots.stats().pinned_bytes == 0
 
 
 @pytest.mark.parametrize("cause", ["corrupt", "operator", "quota"])

@@ -148,6 +148,23 @@ def test_a_clear_ends_it():
     assert world.slots.stats().pinned_bytes == 0
 
 
+def test_while_writes_hang_one_that_is_given_up_keeps_no_page_in_memory():
+    world = long_world(in_flight=4)
+    nodes = [world.node(LONG[:end]) for end in range(1, len(LONG) + 1)]
+    given_up = [world.table.tiers.make_durable(nodes, 0, 100) for _ in range(2)]
+    hanging = writes(world)
+    assert world.slots.stats().pinned_bytes == len(LONG) * PAGE
+
+    pass_time(world, 100)
+
+    assert world.slots.stats().pinned_bytes == hanging * PAGE
+    assert writes(world) == hanging > 0
+    assert [one.ended for one in given_up] == [False, True], "only the second one waits for none"
+    world.end_all()
+    assert all(isinstance(one.error, TransferTimeout) for one in given_up)
+    assert world.slots.stats().pinned_bytes == 0
+
+
 def test_its_deadline_ends_it_and_no_further_page_is_written():
     world = long_world()
     pass_time(world, 10)
