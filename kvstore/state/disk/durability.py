@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from kvstore.protocol.page import DIGEST_BYTES, KEY_BYTES, PrefixKey
 from kvstore.state.disk.jobs import DiskWrite, Durable, RecordOf
+from kvstore.state.tree.columns import PLACE_COLUMN
 from kvstore.state.tree.node import PrefixNode
-from kvstore.state.tree.prefix_tree import PrefixTree
 
 
 def unwritten(nodes: Sequence[PrefixNode], shard: int) -> list[PrefixNode]:
@@ -24,17 +24,25 @@ def unwritten(nodes: Sequence[PrefixNode], shard: int) -> list[PrefixNode]:
     return heads[::-1] + rest
 
 
-def are_there(space: PrefixTree, shard: int, keys: bytes, digests: bytes) -> bool:
-    """Whether pages are on disk, with the same bytes, and none of them is departing."""
-    for number in range(len(keys) // KEY_BYTES):
-        key = PrefixKey(keys[number * KEY_BYTES : (number + 1) * KEY_BYTES])
-        node = space.index.get(key)
-        if node is None or not node.on_disk & ~space.departing.get(node, 0) & 1 << shard:
-            return False
-        digest = digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
-        if node.digest_at(shard, node.position(key)) != digest:
-            return False
-    return True
+def places_of(durable: Durable) -> bytes | None:
+    """Where the pages of a durable put are on disk, as a column; None if not all are there.
+
+    They are there with the same bytes, and none of them is departing.
+    """
+    found: list[bytes] = []
+    for space, shard, keys, digests in durable.pages:
+        for number in range(len(keys) // KEY_BYTES):
+            key = PrefixKey(keys[number * KEY_BYTES : (number + 1) * KEY_BYTES])
+            node = space.index.get(key)
+            if node is None or not node.on_disk & ~space.departing.get(node, 0) & 1 << shard:
+                return None
+            position = node.position(key)
+            digest = digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+            if node.digest_at(shard, position) != digest:
+                return None
+            at = position * PLACE_COLUMN
+            found.append(node.place_columns[shard][at : at + PLACE_COLUMN])
+    return b"".join(found)
 
 
 def pages_of(durable: Durable) -> int:

@@ -308,6 +308,10 @@ class Durable:
         outstanding: writes, or tombstones, that have not ended; one more while there is a ``rest``.
         error: why it failed; None = it did not.
         ended: it was acknowledged, or failed.
+        removals: how often pages had left the disk when ``places`` was noted, or when it began.
+        places: where its pages were on disk before the sync that it waits for began; empty = not
+            noted, no page had left the disk since it began.
+        syncs: how many syncs did not cover all its pages.
     """
 
     pages: list[tuple[PrefixTree, int, bytes, bytes]] = field(default_factory=list)
@@ -317,6 +321,9 @@ class Durable:
     outstanding: int = 0
     error: KVStoreError | None = None
     ended: bool = False
+    removals: int = 0
+    places: bytes = b""
+    syncs: int = 0
 
 
 @dataclass(slots=True, init=False, eq=False)

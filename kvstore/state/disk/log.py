@@ -131,6 +131,8 @@ class SegmentLog:
         self.segments: dict[int, Segment] = {}
         self.next_segment = 1
         self._next_rank = 0
+        #: How often pages have left the disk.
+        self.removals = 0
         #: Segments that failed and have no pages any more: no longer synced, they stay until their
         #: tombstones wait for no other segment.
         self.given_up: set[int] = set()
@@ -201,6 +203,7 @@ class SegmentLog:
 
     def remove(self, node: PrefixNode, shard: int) -> None:
         """The pages of a node are no longer on disk."""
+        self.removals += 1
         for place in unpack_places(node.place_columns[shard]):
             self._bury(place)
 

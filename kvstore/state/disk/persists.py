@@ -10,7 +10,8 @@
   this node, see :meth:`Persists.may_go_on`, or the end of a job of the tier.
 - **writing**: no further write begins; it waits for those that have begun. From then on its pages
   may leave memory: they are on disk, or a write pins them. A sync that hangs keeps none of them.
-- **syncing**: without an error it waits for a sync that begins now or later.
+- **syncing**: without an error it waits for a sync that begins now or later; for another one if
+  its pages are in other places afterwards, which that sync need not have covered.
 - **ended**: it is acknowledged, without an error only if its pages are on disk now.
 
 Errors: a write failed, here or (while the put is beginning) anywhere; a page has left the store; a
@@ -24,11 +25,11 @@ from typing import Final
 
 from kvstore.protocol.errors import CapacityError, DurabilityUnavailable, TransferTimeout
 from kvstore.protocol.page import KEY_BYTES, PrefixKey
-from kvstore.state.disk.durability import are_there, unwritten
+from kvstore.state.disk.durability import places_of, unwritten
 from kvstore.state.disk.jobs import DURABLES_MAX, DiskRules, Durable, PageMemory, UnpinSlots
 from kvstore.state.disk.log import SegmentLog
 from kvstore.state.disk.queue import DiskQueue
-from kvstore.state.disk.syncs import Syncs
+from kvstore.state.disk.syncs import LEFT, Syncs
 from kvstore.state.disk.writes import Writes
 from kvstore.state.tree.node import PrefixNode
 
@@ -106,7 +107,7 @@ class Persists:
         if departs or (new and (degraded or not self._log.has_room(new[0].space, shard))):
             raise CapacityError(_FULL)  # in vain, and said before anything is touched
         records = [(node.space, shard, node.keys, node.digest_columns[shard]) for node in nodes]
-        durable = Durable(records, deadline_ns=deadline_ns)
+        durable = Durable(records, deadline_ns, removals=self._log.removals)
         durable.rest = [node.keys for node in reversed(rest)]
         durable.outstanding = 1  # that it is beginning
         self._all.add(durable)
@@ -179,7 +180,8 @@ class Persists:
     def end_some(self) -> None:
         """Acknowledge some of those that are synced or failed."""
         for durable in self._syncs.take_some():
-            self._end(durable)
+            if self._syncs.covers(durable):
+                self._end(durable)
 
     def checks(self) -> Iterator[int]:
         """Assert the state of each one that has not ended, one after another.
@@ -283,8 +285,8 @@ class Persists:
         assert not durable.pinned, "nobody would unpin its pages"
         self._writes.give_up(durable)
         self._all.discard(durable)
-        if durable.error is None and not all(are_there(*some) for some in durable.pages):
-            durable.error = CapacityError("a page left the store before its sync; put it again")
+        if durable.error is None and places_of(durable) is None:
+            durable.error = CapacityError(LEFT)
         durable.pages.clear()
         durable.ended = True
         self.acknowledged.append(durable)

@@ -7,8 +7,8 @@ A sync covers everything written before it began. At most one is in progress: wi
 from collections import deque
 from typing import Final
 
-from kvstore.protocol.errors import KVStoreError
-from kvstore.state.disk.durability import pages_of
+from kvstore.protocol.errors import CapacityError, KVStoreError
+from kvstore.state.disk.durability import pages_of, places_of
 from kvstore.state.disk.jobs import INTERVAL, NO_SYNC, DiskRules, DiskSync, Durable
 from kvstore.state.disk.log import SegmentLog
 from kvstore.state.disk.queue import DiskQueue
@@ -17,6 +17,9 @@ DURABLES_STEP: Final = 8
 """Durable puts that one step acknowledges; a turn has some tens of steps."""
 DURABLES_PAGES: Final = 512
 """Pages of these; the last put may have more."""
+SYNCS_MAX: Final = 8
+"""Syncs that a put waits for, if pages of it leave the disk and return during each of them."""
+LEFT: Final = "a page left the store before its sync; put it again"
 
 
 class Syncs:
@@ -71,11 +74,44 @@ class Syncs:
         With the policy ``none``, it ends now.
         """
         assert not durable.outstanding
+        if self._rules.sync is not NO_SYNC and durable.error is None and durable.pages:
+            self._note(durable)
         if durable.error is not None or self._rules.sync is NO_SYNC:
             self.ended.append(durable)
             return
         self._next.append(durable)
         self._unsynced = True
+
+    def covers(self, durable: Durable) -> bool:
+        """Whether a put that has ended its sync may end; if not, it waits for another one.
+
+        A page that left the disk during the sync, and was stored and written again, is there at its
+        end, but the sync need not have covered its new record. A record that was carried is safe:
+        the original was there when the sync began, and stays until the copy is synced.
+        """
+        noted = self._log.removals == durable.removals
+        if noted or durable.error is not None or self._rules.sync is NO_SYNC:
+            return True
+        places = places_of(durable)
+        if places is None or places == durable.places:
+            return True
+        if durable.syncs >= SYNCS_MAX:
+            durable.error = CapacityError("its pages left the SSDs again and again: put it again")
+            return True
+        durable.syncs += 1
+        self.wait(durable)
+        return durable.error is not None
+
+    def _note(self, durable: Durable) -> None:
+        """Note where its pages are before the next sync begins, if pages have left since."""
+        if self._log.removals == durable.removals:
+            return
+        durable.removals = self._log.removals
+        places = places_of(durable)
+        if places is None:
+            durable.error = CapacityError(LEFT)
+        else:
+            durable.places = places
 
     def advance(self, now_ns: int) -> None:
         """Start a sync if one is due."""

@@ -258,3 +258,53 @@ def test_a_page_that_is_another_one_now_is_not_acknowledged():
 
     assert durable.ended
     assert isinstance(durable.error, CapacityError)
+
+
+def test_a_page_that_came_back_during_the_sync_is_acknowledged_after_one_of_its_new_record():
+    world = DiskWorld(write="back", sync="interval")
+    world.disk.advance(1)
+    world.store(world.me, world.mine, "ab")
+    durable = world.persist("ab")
+    world.end_job(world.write_of("a"))
+    world.end_job(world.write_of("ab"))
+    world.disk.advance(1000)
+    (sync,) = world.jobs(DiskSync)
+    world.lose(world.node("ab"), 0)
+    world.persist("ab")
+    world.end_job(world.write_of("ab"))
+
+    world.end_job(sync)
+    assert not durable.ended, "it was not yet written when that began"
+
+    world.disk.advance(2000)
+    world.end_job(*world.jobs(DiskSync))
+    assert durable.ended
+    assert durable.error is None
+
+
+def test_a_page_that_leaves_before_its_put_is_written_is_acknowledged_only_where_it_is_synced():
+    """It comes back for another put: of its new record, too, a sync must begin and end."""
+    world = DiskWorld(write="back", sync="interval")
+    world.disk.advance(1)
+    world.store(world.me, world.mine, "a")
+    world.persist("a")
+    world.end_all()
+    world.disk.advance(1000)
+    world.end_all()
+    world.store(world.me, world.mine, "ab")
+    durable = world.persist("ab")
+    world.lose(world.node("a"), 0)
+    world.persist("a")
+    first, second = world.jobs(DiskWrite)
+    world.end_job(first)
+    world.disk.advance(2000)
+    syncs = world.jobs(DiskSync)
+    world.end_job(second)
+    for sync in syncs:
+        world.end_job(sync)
+
+    assert not durable.ended or durable.error is not None
+    world.end_all()
+    world.disk.advance(3000)
+    world.end_all()
+    assert durable.ended
