@@ -44,6 +44,14 @@ tick."""
 DROPS_A_JOB = 8
 """Pages that are removed when a write of pages begins, so that reclaiming keeps up with writes; and
 when a record was read, or a job of the reclaim itself has ended. Ends of writes remove none."""
+COPIES_MAX = 32
+"""Maximum pages being copied: some of the tier's time, as loads of pages stand behind them."""
+COPY_BYTES_MAX = 16 << 20
+"""No further copy begins while this many bytes are being copied."""
+COPIES_LOOKS = 256
+"""Pages to copy that one tick looks at: some may have left, and if all have, no job ends."""
+COPIES_A_JOB = 8
+"""The same when a job has ended, or a write begun: so copies go on as others end."""
 GAIN_MIN: Final = 1 / 8
 """A segment is not reclaimed if less than this part of it, or less than a page, would be freed: it
 would only be copied again and again."""
@@ -97,9 +105,12 @@ class SegmentReclaimer:
         #: Segments whose file could not be deleted → when that is tried again.
         self._stuck: dict[int, int] = {}
         self._stage = _Drain.COPYING
-        #: What of the victim has still to leave, and what is to be copied then.
+        #: What of the victim has still to leave, and what is to be copied then, the next at the
+        #: end; of that part, how many pages were looked at.
         self._plan = Reclaim([], [])
-        self._copies = 0
+        self._looked = 0
+        #: Copies in progress, and the size of their records.
+        self._copies = self._copy_bytes = 0
         #: The segments that pages of the victim were copied to.
         self._targets: set[int] = set()
         self._sync = 0
@@ -123,6 +134,8 @@ class SegmentReclaimer:
         if self._victim is not None and self._stage is _Drain.DROPPING:
             self._took_long = True
             self._drop(self._victim, tick, DROPS_MAX)
+        elif self._victim is not None and self._stage is _Drain.COPYING:
+            self._copy(self._victim, tick, COPIES_LOOKS)
         self.advance_reclaim(tick)
 
     def advance_reclaim(self, tick: int) -> None:
@@ -135,18 +148,25 @@ class SegmentReclaimer:
             self.choosing = self._log.wants_reclaim and self._choose(tick)
         elif self._stage is _Drain.DROPPING:
             self._drop(self._victim, tick, DROPS_A_JOB)
+        elif self._stage is _Drain.COPYING:
+            self._copy(self._victim, tick, COPIES_A_JOB)
         if self._victim is not None and self._now_ns >= self._rests_until_ns:
             self._go_on(self._victim)
 
     def resume(self, tick: int) -> None:
-        """Removals were applied: copy the other pages once nothing more is to be removed."""
+        """Removals were applied: copy the other pages once nothing more is to be removed.
+
+        If pages leave because there is no place for a copy, the others wait for a job or a tick:
+        all that is left of a segment must not leave in one turn.
+        """
         self._losing = False
         victim = self._victim
         if victim is None:
             return
         if self._stage is _Drain.DROPPING and not self._plan.drop:
             self._stage = _Drain.COPYING
-            self._copy(victim, sorted(self._plan.carry, key=lambda part: part.depth), tick)
+            self._plan.carry.sort(key=lambda part: -part.depth)
+            self._copy(victim, tick, COPIES_A_JOB)
         if self._now_ns >= self._rests_until_ns:
             self._go_on(victim)
 
@@ -243,6 +263,8 @@ class SegmentReclaimer:
     def _begin(self, victim: Segment, plan: Reclaim, tick: int) -> None:
         assert victim.state is SegmentState.SEALED
         assert not self._copies
+        assert not self._plan.carry, "pages of another segment were to be copied"
+        assert not self._looked
         victim.state, self._stage = SegmentState.DRAINING, _Drain.DROPPING
         self._plan = Reclaim(plan.carry, plan.drop[::-1])
         self._targets.clear()
@@ -288,12 +310,26 @@ class SegmentReclaimer:
         self._losing = True
         self._queue.effects.append(LeftDisk(space, shard, keys, "reclaimed"))
 
-    def _copy(self, victim: Segment, carry: list[Part], tick: int) -> None:
-        for part in carry:
-            for number in range(part.pages):
-                found = self._there(victim, part, number)
-                if found is not None:
-                    self._copy_page(*found, part.shard, tick)
+    def _copy(self, victim: Segment, tick: int, limit: int) -> None:
+        """Begin to copy pages, parents first: look at up to ``limit``, while few are in progress.
+
+        Those that have left meanwhile, maybe because a page before them could not be copied, are
+        passed.
+        """
+        assert self._stage is _Drain.COPYING
+        carry, left = self._plan.carry, limit
+        while carry and left > 0 and self._copies < COPIES_MAX:
+            if self._copy_bytes >= COPY_BYTES_MAX:
+                return
+            part, number = carry[-1], self._looked
+            left -= 1
+            self._looked += 1
+            if self._looked == part.pages:
+                carry.pop()
+                self._looked = 0
+            found = self._there(victim, part, number)
+            if found is not None:
+                self._copy_page(*found, part.shard, tick)
 
     def _copy_page(self, node: PrefixNode, position: int, shard: int, tick: int) -> None:
         key, space = node.key_at(position), node.space
@@ -306,6 +342,7 @@ class SegmentReclaimer:
         assert source.segment == self._victim.number != placed.place.segment, node
         self._log.pin_segment(source.segment)
         self._copies += 1
+        self._copy_bytes += space.shards[shard].record_bytes
         self._targets.add(placed.place.segment)
         self._admission.charge(space.shards[shard].record_bytes)
         page = page_record(node, shard, position)
@@ -321,7 +358,7 @@ class SegmentReclaimer:
         return node, node.position(key)
 
     def _go_on(self, victim: Segment) -> None:
-        if self._stage is _Drain.COPYING and not self._copies:
+        if self._stage is _Drain.COPYING and not self._plan.carry and not self._copies:
             self._stage = _Drain.SYNCING
             self._sync = self._queue.number()
             self._queue.submit(DiskSync(self._sync))
@@ -335,6 +372,7 @@ class SegmentReclaimer:
         A segment that cannot be synced is no reason to keep the victim: often it is the victim
         itself. Only if copies were written to it, the victim stays until they were copied again.
         """
+        assert not self._plan.carry, "copies that it does not cover"
         lost = self._targets.intersection(failed)
         if error is None or (failed and not lost):
             self._stage = _Drain.READ
@@ -353,7 +391,8 @@ class SegmentReclaimer:
         shard, node = of.shard, of.space.index.get(page.key)
         position = node.position(page.key) if node is not None else 0
         self._copies -= 1
-        assert self._copies >= 0
+        self._copy_bytes -= of.space.shards[shard].record_bytes
+        assert self._copies >= 0 <= self._copy_bytes
         self._log.unpin_segment(source.segment)
         if node is not None and not (
             node.on_disk >> shard & 1 and node.place_at(shard, position) == source

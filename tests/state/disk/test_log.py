@@ -45,7 +45,7 @@ from tests.state.disk.log_files import (
 )
 from tests.state.world import DIGEST, FULL, ROOT, World, hold, identity, key
 
-DROPS_MAX = keeper.DROPS_MAX
+DROPS_MAX, COPIES_MAX, COPIES_A_JOB = keeper.DROPS_MAX, keeper.COPIES_MAX, keeper.COPIES_A_JOB
 ERROR = TierUnavailable("no such disk")
 RULES = DiskRules(WritePolicy.BACK, SyncPolicy.ALWAYS, 0, 1 << 30, retry_ns=0)
 
@@ -61,9 +61,10 @@ class Write:
 class LogMachine(RuleBasedStateMachine):
     """Drives a log, its keeper and its tombstones; is their disk."""
 
-    @initialize(drops=st.sampled_from((1, DROPS_MAX)))
-    def begin(self, drops: int) -> None:
+    @initialize(drops=st.sampled_from((1, DROPS_MAX)), copies=st.sampled_from((1, 2, COPIES_MAX)))
+    def begin(self, drops: int, copies: int) -> None:
         keeper.DROPS_MAX = drops
+        keeper.COPIES_MAX, keeper.COPIES_A_JOB = copies, min(copies, COPIES_A_JOB)
         self.files = Files()
         self.tick = self.cut_after = 0
         #: Names that must be there, and that must not, after a cut.
@@ -364,6 +365,7 @@ class LogMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         keeper.DROPS_MAX = DROPS_MAX
+        keeper.COPIES_MAX, keeper.COPIES_A_JOB = COPIES_MAX, COPIES_A_JOB
 
     # ---- what must hold -----------------------------------------------------------------------
 

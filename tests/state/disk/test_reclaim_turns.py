@@ -66,6 +66,119 @@ def test_a_segment_of_many_pages_is_given_up_a_few_at_a_time(monkeypatch):
     assert 0 in world.mine.nodes[pinned].disk, "it was pinned before its turn came"
 
 
+def begin_copies(world: LimitedWorld, paths: tuple[str, ...]) -> list[DiskCopy]:
+    """Store pinned pages, and others until the first copies of the pinned ones begin; these."""
+    for path in paths:
+        world.put(path)
+        world.table.keeping.pin(world.mine, key(path), 0, "ssd")
+    while not world.jobs(DiskCopy):
+        world.store(world.me, world.other, chr(next(world.letters)))
+        while world.jobs(DiskJob) and not world.jobs(DiskCopy):
+            world.end_job(world.jobs(DiskJob)[0])
+    return copies(world)
+
+
+def copies(world: DiskWorld) -> list[DiskCopy]:
+    """The copies in progress."""
+    return [job for job in world.jobs(DiskCopy) if isinstance(job, DiskCopy)]
+
+
+def syncs(world: DiskWorld) -> bool:
+    """Whether the sync of the copies is in progress."""
+    return any(world.disk._reclaimer.is_mine(job.job) for job in world.jobs(DiskSync))
+
+
+def test_pages_are_copied_a_few_at_a_time_and_parents_first(monkeypatch):
+    """All at once they would keep the state from its engines, and stand before their loads."""
+    monkeypatch.setattr(keeper, "COPIES_MAX", 2)
+    world = LimitedWorld(segments=6)
+    paths = ("a", "ab", "abc", "abcd", "abcde")
+    begin_copies(world, paths)
+
+    copied = []
+    while under_way := copies(world):
+        assert len(under_way) <= 2
+        assert not syncs(world), "it would not cover the copies that have not begun"
+        copied.append(under_way[0].page.key)
+        world.end_job(under_way[0])
+
+    assert copied == [key(path) for path in paths]
+    assert syncs(world)
+    world.end_all()
+    assert world.there(*paths) == [True] * 5
+
+
+def test_pages_are_copied_a_few_bytes_at_a_time(monkeypatch):
+    """Of pages of some MiB few are enough to keep a load waiting."""
+    monkeypatch.setattr(keeper, "COPY_BYTES_MAX", RECORD)
+    world = LimitedWorld(segments=6)
+    assert len(begin_copies(world, ("a", "b", "c"))) == 1
+
+    world.end_job(copies(world)[0])
+
+    assert len(copies(world)) == 1
+
+
+def test_a_turn_looks_at_a_few_of_the_pages_to_copy(monkeypatch):
+    monkeypatch.setattr(keeper, "COPIES_A_JOB", 2)
+    monkeypatch.setattr(keeper, "COPIES_LOOKS", 0)
+    world = LimitedWorld(segments=6)
+    assert len(begin_copies(world, ("a", "b", "c", "d", "e"))) == 2
+
+
+def test_a_page_that_leaves_before_its_copy_begins_is_not_copied(monkeypatch):
+    monkeypatch.setattr(keeper, "COPIES_MAX", 1)
+    world = LimitedWorld(segments=6)
+    (first,) = begin_copies(world, ("a", "b", "c"))
+    left, last = [path for path in ("a", "b", "c") if key(path) != first.page.key]
+    world.lose(world.node(left), 0)
+
+    world.end_job(first)
+    (second,) = copies(world)
+    assert second.page.key == key(last)
+    world.end_all()
+
+    assert world.there(left, last) == [False, True]
+    assert first.source.segment not in world.disk.log.segments
+
+
+def test_copies_that_all_fail_do_not_end_the_reclaim(monkeypatch):
+    """No job ends any more, so the others begin with the next tick."""
+    monkeypatch.setattr(keeper, "COPIES_MAX", 2)
+    world = LimitedWorld(segments=6)
+    paths = ("a", "b", "c", "d")
+    failing = begin_copies(world, paths)
+    for job in failing:
+        world.end_job(job, IO_ERROR)
+    assert not copies(world)
+
+    world.disk.advance(1)
+    assert {job.page.key for job in copies(world)} == {
+        key(path) for path in paths if key(path) not in [job.page.key for job in failing]
+    }
+    world.end_all()
+
+    assert sum(world.there(*paths)) == 2
+    assert failing[0].source.segment not in world.disk.log.segments
+
+
+def test_a_page_after_one_that_could_not_be_copied_is_not_copied(monkeypatch):
+    monkeypatch.setattr(keeper, "COPIES_MAX", 1)
+    world = LimitedWorld(segments=6)
+    (first,) = begin_copies(world, ("a", "ab", "z"))
+    while first.page.key != key("a"):
+        world.end_job(first)
+        (first,) = copies(world)
+
+    world.end_job(first, IO_ERROR)
+    world.disk.advance(1)
+
+    assert key("ab") not in [job.page.key for job in copies(world)]
+    world.end_all()
+    assert world.there("a", "ab", "z") == [False, False, True]
+    assert first.source.segment not in world.disk.log.segments
+
+
 def test_a_segment_is_given_up_as_fast_as_pages_are_written(monkeypatch):
     monkeypatch.setattr(keeper, "DROPS_MAX", 2)
     monkeypatch.setattr(keeper, "DROPS_A_JOB", 1)
