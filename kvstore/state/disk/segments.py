@@ -5,11 +5,13 @@ keeping are copied; when the last copy has ended, a sync makes the copies as saf
 were; and when no reader is left, the file is deleted and the room is free.
 """
 
+from collections.abc import Iterator
 from enum import Enum
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from kvstore.protocol.errors import KVStoreError, PageCorrupt
 from kvstore.state.choice.admission import Admission
+from kvstore.state.disk.choices import SegmentLook
 from kvstore.state.disk.jobs import (
     DiskCopy,
     DiskDrop,
@@ -25,7 +27,6 @@ from kvstore.state.disk.log import Segment, SegmentLog, SegmentState
 from kvstore.state.disk.plans import Part, Reclaim
 from kvstore.state.disk.queue import DiskQueue
 from kvstore.state.tree.node import PrefixNode
-from kvstore.state.tree.places import footer_bytes
 from kvstore.state.tree.prefix_tree import PrefixTree
 
 
@@ -52,9 +53,6 @@ COPIES_LOOKS = 256
 """Pages to copy that one tick looks at: some may have left, and if all have, no job ends."""
 COPIES_A_JOB = 8
 """The same when a job has ended, or a write begun: so copies go on as others end."""
-GAIN_MIN: Final = 1 / 8
-"""A segment is not reclaimed if less than this part of it, or less than a page, would be freed: it
-would only be copied again and again."""
 
 
 class _Barren(NamedTuple):
@@ -84,7 +82,8 @@ class SegmentReclaimer:
     :meth:`resume` is called when they have been applied.
 
     Attributes:
-        choosing: a segment was not worth reclaiming; :meth:`advance_reclaim` looks at the next one.
+        choosing: a segment is being looked at, or was not worth reclaiming: :meth:`go_on_choosing`
+            looks at more of it, or at the next one.
     """
 
     def __init__(
@@ -100,6 +99,10 @@ class SegmentReclaimer:
         self._now_ns = self._rests_until_ns = 0
         self._victim: Segment | None = None
         self.choosing = self._took_long = False
+        #: The segment that is being looked at, and what is left of that.
+        self._choice: tuple[SegmentLook, Iterator[None]] | None = None
+        #: A stretch was looked at since time advanced, or since :meth:`go_on_choosing`.
+        self._stepped = False
         #: Segments that are not worth reclaiming → what they were when that was found.
         self._barren: dict[int, _Barren] = {}
         #: Segments whose file could not be deleted → when that is tried again.
@@ -131,12 +134,20 @@ class SegmentReclaimer:
         """Advance the clock to ``now_ns``: do what is due, including retries."""
         assert now_ns >= self._now_ns, "the clock never goes back"
         self._now_ns = now_ns
+        self._stepped = False
         if self._victim is not None and self._stage is _Drain.DROPPING:
             self._took_long = True
             self._drop(self._victim, tick, DROPS_MAX)
         elif self._victim is not None and self._stage is _Drain.COPYING:
             self._copy(self._victim, tick, COPIES_LOOKS)
         self.advance_reclaim(tick)
+
+    def go_on_choosing(self, tick: int) -> None:
+        """A turn has ended, once or twice: look at another stretch of a segment."""
+        self._stepped = False
+        if self.choosing:
+            self.advance_reclaim(tick)
+        self._stepped = False
 
     def advance_reclaim(self, tick: int) -> None:
         """Do what is due now."""
@@ -214,6 +225,7 @@ class SegmentReclaimer:
     def reconsider(self) -> None:
         """Fewer pages may have to be kept than before."""
         self._barren.clear()
+        self._choice = None  # it may have found one of them
 
     def _reconsider_grown(self) -> None:
         """Spaces may have grown beyond their reservations: look at their segments again."""
@@ -230,31 +242,37 @@ class SegmentReclaimer:
         return job == self._sync
 
     def _choose(self, tick: int) -> bool:
-        """Begin to reclaim a segment, if it is worth it; otherwise, whether to look at another."""
+        """Look at a stretch of a segment, and begin to reclaim it once all of it is known.
+
+        Returns:
+            whether there is more to look at, of this segment, or another one if it is not worth it.
+        """
         assert self._victim is None
-        segments = self._log.segments
-        for number, barren in list(self._barren.items()):
-            if number not in segments or len(segments[number].pages) != barren.pages:
-                del self._barren[number]
-        victim = self._log.victim(self._passed_over())
-        if victim is None:
-            return False
-        self._took_long = True
-        kept, parts = self._limits.kept(victim)
-        sizes = [node.space.shards[shard].record_bytes for node, shard in kept]
-        room = victim.size_bytes - footer_bytes(victim.records + 1)
-        gain = max([room * GAIN_MIN, *sizes])
-        awaited = victim.number in self._barren  # by tombstones, or it would not be here again
-        if victim.failed or awaited or sum(sizes) + gain <= room:
-            self._victim = victim
-            self._counts["disk_kept_pages"] += len(kept)
-            plan = self._log.plan(victim, tick, self._admission.carry_from, kept, parts)
-            self._begin(victim, plan, tick)
-            return False
-        spaces = {one.space.number: one.space for one in victim.pages.stretches}
-        there = [(space, self._limits.there_bytes(space)) for space in spaces.values()]
-        self._barren[victim.number] = _Barren(len(victim.pages), there)
-        return True
+        if self._stepped:
+            return True
+        if self._choice is None:
+            segments = self._log.segments
+            for number, barren in list(self._barren.items()):
+                if number not in segments or len(segments[number].pages) != barren.pages:
+                    del self._barren[number]
+            victim = self._log.victim(self._passed_over())
+            if victim is None:
+                return False
+            awaited = victim.number in self._barren  # by tombstones, or it would not be here again
+            choice = SegmentLook(victim, self._log, self._limits, awaited)
+            self._choice = choice, choice.steps(tick, self._admission.carry_from)
+        self._stepped = self._took_long = True
+        choice, steps = self._choice
+        for _ in steps:
+            return True
+        self._choice = None
+        if choice.plan is None:
+            self._barren[choice.victim.number] = _Barren(choice.pages, choice.there)
+            return True
+        self._victim = choice.victim
+        self._counts["disk_kept_pages"] += len(choice.kept)
+        self._begin(choice.victim, choice.plan, tick)
+        return False
 
     def _passed_over(self) -> set[int]:
         stuck = {number for number, at_ns in self._stuck.items() if self._now_ns < at_ns}

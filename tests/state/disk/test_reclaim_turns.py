@@ -1,8 +1,15 @@
 """Goal: giving segments back never holds the state for long, and nothing stops it for good."""
 
+import pytest
+
+from kvstore.protocol.page import PrefixKey
+from kvstore.state.disk import choices, limits, plans
 from kvstore.state.disk import segments as keeper
+from kvstore.state.disk.choices import SegmentLook
 from kvstore.state.disk.jobs import DiskCopy, DiskDrop, DiskJob, DiskSeal, DiskSync
 from kvstore.state.disk.log import Segment, SegmentState
+from kvstore.state.tree.node import PrefixNode
+from kvstore.state.tree.prefix_tree import PrefixTree
 from tests.state.disk.disk_world import IO_ERROR, DiskWorld
 from tests.state.disk.test_disk_limits import RECORD, LimitedWorld
 from tests.state.world import chain, key
@@ -64,6 +71,113 @@ def test_a_segment_of_many_pages_is_given_up_a_few_at_a_time(monkeypatch):
 
     assert oldest.number not in world.disk.log.segments
     assert 0 in world.mine.nodes[pinned].disk, "it was pinned before its turn came"
+
+
+class Looks:
+    """Segments are looked at one run at a time; counts the runs."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        monkeypatch.setattr(plans, "STEP_PAGES", 1)
+        monkeypatch.setattr(choices, "STEP_PAGES", 1)
+        monkeypatch.setattr(choices, "is_pinned", self.is_pinned)
+
+    def is_pinned(self, node: PrefixNode, shard: int) -> bool:
+        self.count += 1
+        return limits.is_pinned(node, shard)
+
+    def begin(self, world: LimitedWorld) -> SegmentLook:
+        """Store pages until a segment of many is being looked at; the look at it."""
+        reclaimer = world.disk._reclaimer
+        for path in "abcdefg":
+            world.put(path)
+        while reclaimer._choice is None:
+            world.store(world.me, world.other, chr(next(world.letters)))
+            while world.jobs(DiskJob) and reclaimer._choice is None:
+                world.end_job(world.jobs(DiskJob)[0])
+        assert reclaimer._choice[0].pages > 4
+        return reclaimer._choice[0]
+
+
+def pages_of(segment: Segment) -> list[tuple[PrefixTree, PrefixKey]]:
+    """The pages of a segment, in order."""
+    stretches = segment.pages.stretches
+    return [(one.space, one.key(at)) for one in stretches for at in range(one.pages)]
+
+
+def test_a_segment_is_looked_at_a_few_pages_in_a_turn(monkeypatch):
+    """All at once they would keep the state from its engines for some tens of milliseconds."""
+    looks = Looks(monkeypatch)
+    world = LimitedWorld(segments=6)
+    choice = looks.begin(world)
+    turns = 0
+    while choice.victim.state is SegmentState.SEALED:
+        assert world.disk.busy
+        before = looks.count
+        for _ in range(3):
+            world.disk._reclaimer.advance_reclaim(0)  # as ends of jobs do
+        world.table.tiers.go_on()
+        assert looks.count <= before + 2
+        turns += 1
+
+    assert turns > choice.pages / 2
+    world.end_all()
+    assert choice.victim.number not in world.disk.log.segments
+
+
+def test_pages_may_leave_and_be_pinned_while_their_segment_is_looked_at(monkeypatch):
+    looks = Looks(monkeypatch)
+    world = LimitedWorld(segments=6)
+    choice = looks.begin(world)
+    pages = pages_of(choice.victim)
+    assert 0 < looks.count < 4
+    for space, left in pages[:2]:
+        world.lose(space.nodes[left], 0)
+    pinned = pages[2], pages[-1]
+    for space, page in pinned:
+        world.table.keeping.pin(space, page, 0, "ssd")
+
+    for now_ns in range(1, 20):
+        world.disk.advance(now_ns)
+        world.end_all()
+
+    assert choice.victim.number not in world.disk.log.segments
+    assert all(0 in space.nodes[page].disk for space, page in pinned)
+
+
+def test_used_pages_may_leave_while_it_is_planned_what_to_copy(monkeypatch):
+    looks = Looks(monkeypatch)
+    world = LimitedWorld(segments=6)
+    choice = looks.begin(world)
+    pages = pages_of(choice.victim)
+    for space, page in pages:
+        world.table.moment.tick += 1
+        space.nodes[page].access = world.table.moment.tick
+    while looks.count < choice.pages:
+        world.table.tiers.go_on()
+    for space, page in pages[::2]:
+        world.lose(space.nodes[page], 0)
+
+    for now_ns in range(1, 20):
+        world.disk.advance(now_ns)
+        world.end_all()
+
+    assert choice.victim.number not in world.disk.log.segments
+    assert any(page in space.nodes and space.nodes[page].disk for space, page in pages[1::2])
+
+
+def test_a_segment_is_looked_at_again_if_pins_end_meanwhile(monkeypatch):
+    """It was not worth reclaiming with them, and nothing else may change that."""
+    looks = Looks(monkeypatch)
+    world = LimitedWorld(segments=6)
+    choice = looks.begin(world)
+
+    world.disk.unpinned()
+    world.table.tiers.go_on()
+
+    again = world.disk._reclaimer._choice
+    assert again is not None
+    assert again[0] is not choice
 
 
 def begin_copies(world: LimitedWorld, paths: tuple[str, ...]) -> list[DiskCopy]:
