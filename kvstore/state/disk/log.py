@@ -4,9 +4,10 @@ Segments are files of equal size, written front to back and freed as a whole. A 
 header and one page; ``docs/internals/ssd-format.md`` describes its bytes.
 """
 
-from collections.abc import Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from types import MappingProxyType
 from typing import Final
 
 from kvstore.protocol.page import KEY_BYTES
@@ -357,9 +358,9 @@ class SegmentLog:
 
     def plan(
         self, victim: Segment, tick: int, carry_from: float,
-        kept: Collection[tuple[PrefixNode, int]] = (), parts: Sequence[NodePart] | None = None,
-    ) -> Reclaim:  # fmt: skip
-        """Which pages of a segment to carry over.
+        kept: Mapping[int, int] = MappingProxyType({}), parts: Sequence[NodePart] | None = None,
+    ) -> Iterator[Reclaim | None]:  # fmt: skip
+        """Which pages of a segment to carry over, found in steps.
 
         Pages that were used since they were written are carried over, the last used ones first, up
         to :data:`CARRY_SHARE` of the segment including all of ``kept``; with them the pages before
@@ -369,8 +370,11 @@ class SegmentLog:
             victim: the segment.
             tick: the current tick.
             carry_from: from which part of its time on disk on a page must be used, 0 to 1.
-            kept: single pages that must not be dropped, closed towards parents.
+            kept: offset → size of the records that must not be dropped, closed towards parents.
             parts: the pages of the segment; None = find them.
+
+        Yields:
+            None after each step, and the plan after the last one.
         """
         budget = int(victim.size_bytes * CARRY_SHARE)
         if parts is None:

@@ -451,8 +451,7 @@ class DiskPages:
             self._checks.go_on(len(self.loads))
         self._syncs.advance(self._now_ns)
         self.persists.end_some()
-        if self._reclaimer.choosing:
-            self._reclaimer.advance_reclaim(self._memory.moment.tick)
+        self._reclaimer.go_on_choosing(self._memory.moment.tick)
         self.unfinished |= bool(self._syncs.ended) or self._reclaimer.choosing
         self.unfinished |= self.limits.free_some() or self.limits.behind
 

@@ -1,6 +1,6 @@
 """Which pages of a reclaimed segment are carried over, and which are dropped. Pure."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from kvstore.protocol.page import KEY_BYTES, PrefixKey
@@ -11,6 +11,8 @@ from kvstore.state.tree.prefix_tree import PrefixTree
 
 HEADS_MARKED: Final = 512
 """Nodes before a run that a use of the run marks, for an engine may have the start of a prompt."""
+STEP_PAGES = 64
+"""Runs that one step of a plan examines: some hundred microseconds."""
 
 
 class Part(NamedTuple):
@@ -70,8 +72,11 @@ class NodePart(NamedTuple):
 
 
 def parts_of(records: PageRecords) -> Iterator[NodePart]:
-    """The pages of a segment in which nothing is being written, each once."""
-    for one in records.stretches:
+    """The pages of a segment in which nothing is being written, each once.
+
+    Pages may leave between two of its steps.
+    """
+    for one in list(records.stretches):
         at = 0
         while at < one.pages:
             if not one.live >> at & 1:
@@ -91,9 +96,11 @@ def parts_of(records: PageRecords) -> Iterator[NodePart]:
 
 def plan(
     segment: int, parts: Sequence[NodePart], budget_bytes: int, tick: int, carry_from: float,
-    kept: Collection[tuple[PrefixNode, int]],
-) -> Reclaim:  # fmt: skip
+    kept: Mapping[int, int],
+) -> Iterator[Reclaim | None]:  # fmt: skip
     """See :meth:`kvstore.state.disk.log.SegmentLog.plan`.
+
+    Pages may leave between two steps, and nodes may be split.
 
     Args:
         segment: its number.
@@ -103,19 +110,27 @@ def plan(
         carry_from: see there.
         kept: see there.
     """
+    many = len(parts) > STEP_PAGES
+    if many:
+        yield None  # to sort takes as long as a step
     used = [
         (-node.access, part.depth, at)
         for at, (node, _, part, written) in enumerate(parts)
         if node.access > written + carry_from * (tick - written)
     ]
-    chosen = {node.place(shard).offset for node, shard in kept}
-    left = budget_bytes - sum(node.space.shards[shard].record_bytes for node, shard in kept)
+    used.sort()
+    chosen = set(kept)
+    left = budget_bytes - sum(kept.values())
     #: Nodes of which all pages in the segment are chosen, and all before them.
     whole: set[tuple[PrefixNode, int]] = set()
-    for _, _, at in sorted(used):
+    for looked, (_, _, at) in enumerate(used):
         if left <= 0:
             break
+        if many and looked % STEP_PAGES == 0:
+            yield None
         node, position, part, _ = parts[at]
+        if not node.on_disk >> part.shard & 1:
+            continue  # it has left, or is another node's now
         heads = _before(node, position, part.shard, segment, whole) - chosen
         chosen |= heads
         left -= len(heads) * part.each
@@ -125,11 +140,15 @@ def plan(
             left -= part.each * (offset not in chosen)
             chosen.add(offset)
     reclaim = Reclaim([], [])
-    for _, _, part, _ in parts:
+    for looked, (_, _, part, _) in enumerate(parts):
+        if many and looked % STEP_PAGES == 0:
+            yield None
         _divide(part, chosen, reclaim)
+    if many:
+        yield None
     reclaim.carry.sort(key=lambda part: part.depth)
     reclaim.drop.sort(key=lambda part: -part.depth)
-    return reclaim
+    yield reclaim
 
 
 def mark_before(node: PrefixNode, tick: int) -> None:

@@ -8,11 +8,13 @@ A segment that failed is reclaimed at once. If its tombstones are still needed, 
 instead of deleted: it stays, without pages, and is no longer synced.
 """
 
+from collections.abc import Iterator
 from enum import Enum
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from kvstore.protocol.errors import KVStoreError, PageCorrupt
 from kvstore.state.choice.admission import Admission
+from kvstore.state.disk.choices import SegmentLook
 from kvstore.state.disk.graves import Graves
 from kvstore.state.disk.jobs import (
     DiskCopy,
@@ -29,7 +31,6 @@ from kvstore.state.disk.log import Segment, SegmentLog, SegmentState
 from kvstore.state.disk.plans import Part, Reclaim
 from kvstore.state.disk.queue import DiskQueue
 from kvstore.state.tree.node import PrefixNode
-from kvstore.state.tree.places import footer_bytes
 from kvstore.state.tree.prefix_tree import PrefixTree
 
 
@@ -48,9 +49,14 @@ tick."""
 DROPS_A_JOB = 8
 """Pages that are removed when a write of pages begins, so that reclaiming keeps up with writes; and
 when a record was read, or a job of the reclaim itself has ended. Ends of writes remove none."""
-GAIN_MIN: Final = 1 / 8
-"""A segment is not reclaimed if less than this part of it, or less than a page, would be freed: it
-would only be copied again and again."""
+COPIES_MAX = 32
+"""Maximum pages being copied: some of the tier's time, as loads of pages stand behind them."""
+COPY_BYTES_MAX = 16 << 20
+"""No further copy begins while this many bytes are being copied."""
+COPIES_LOOKS = 256
+"""Pages to copy that one tick looks at: some may have left, and if all have, no job ends."""
+COPIES_A_JOB = 8
+"""The same when a job has ended, or a write begun: so copies go on as others end."""
 
 
 class _Barren(NamedTuple):
@@ -81,7 +87,8 @@ class SegmentReclaimer:
     :meth:`resume` is called when they have been applied.
 
     Attributes:
-        choosing: a segment was not worth reclaiming; :meth:`advance_reclaim` looks at the next one.
+        choosing: a segment is being looked at, or was not worth reclaiming: :meth:`go_on_choosing`
+            looks at more of it, or at the next one.
     """
 
     def __init__(
@@ -98,14 +105,21 @@ class SegmentReclaimer:
         self._now_ns = self._rests_until_ns = 0
         self._victim: Segment | None = None
         self.choosing = self._took_long = False
+        #: The segment that is being looked at, and what is left of that.
+        self._choice: tuple[SegmentLook, Iterator[None]] | None = None
+        #: A stretch was looked at since time advanced, or since :meth:`go_on_choosing`.
+        self._stepped = False
         #: Segments that are not worth reclaiming → what they were when that was found.
         self._barren: dict[int, _Barren] = {}
         #: Segments whose file could not be deleted → when that is tried again.
         self._stuck: dict[int, int] = {}
         self._stage = _Drain.COPYING
-        #: What of the victim has still to leave, and what is to be copied then.
+        #: What of the victim has still to leave, and what is to be copied then, the next at the
+        #: end; of that part, how many pages were looked at.
         self._plan = Reclaim([], [])
-        self._copies = 0
+        self._looked = 0
+        #: Copies in progress, and the size of their records.
+        self._copies = self._copy_bytes = 0
         #: The segments that pages of the victim were copied to.
         self._targets: set[int] = set()
         self._sync = 0
@@ -126,10 +140,20 @@ class SegmentReclaimer:
         """Advance the clock to ``now_ns``: do what is due, including retries."""
         assert now_ns >= self._now_ns, "the clock never goes back"
         self._now_ns = now_ns
+        self._stepped = False
         if self._victim is not None and self._stage is _Drain.DROPPING:
             self._took_long = True
             self._drop(self._victim, tick, DROPS_MAX)
+        elif self._victim is not None and self._stage is _Drain.COPYING:
+            self._copy(self._victim, tick, COPIES_LOOKS)
         self.advance_reclaim(tick)
+
+    def go_on_choosing(self, tick: int) -> None:
+        """A turn has ended, once or twice: look at another stretch of a segment."""
+        self._stepped = False
+        if self.choosing:
+            self.advance_reclaim(tick)
+        self._stepped = False
 
     def advance_reclaim(self, tick: int) -> None:
         """Do what is due now."""
@@ -141,18 +165,25 @@ class SegmentReclaimer:
             self.choosing = self._log.wants_reclaim and self._choose(tick)
         elif self._stage is _Drain.DROPPING:
             self._drop(self._victim, tick, DROPS_A_JOB)
+        elif self._stage is _Drain.COPYING:
+            self._copy(self._victim, tick, COPIES_A_JOB)
         if self._victim is not None and self._now_ns >= self._rests_until_ns:
             self._go_on(self._victim)
 
     def resume(self, tick: int) -> None:
-        """Removals were applied: copy the other pages once nothing more is to be removed."""
+        """Removals were applied: copy the other pages once nothing more is to be removed.
+
+        If pages leave because there is no place for a copy, the others wait for a job or a tick:
+        all that is left of a segment must not leave in one turn.
+        """
         self._losing = False
         victim = self._victim
         if victim is None:
             return
         if self._stage is _Drain.DROPPING and not self._plan.drop:
             self._stage = _Drain.COPYING
-            self._copy(victim, sorted(self._plan.carry, key=lambda part: part.depth), tick)
+            self._plan.carry.sort(key=lambda part: -part.depth)
+            self._copy(victim, tick, COPIES_A_JOB)
         if self._now_ns >= self._rests_until_ns:
             self._go_on(victim)
 
@@ -200,6 +231,7 @@ class SegmentReclaimer:
     def reconsider(self) -> None:
         """Fewer pages may have to be kept than before."""
         self._barren.clear()
+        self._choice = None  # it may have found one of them
 
     def _reconsider_grown(self) -> None:
         """Spaces may have grown beyond their reservations: look at their segments again."""
@@ -216,31 +248,38 @@ class SegmentReclaimer:
         return job == self._sync
 
     def _choose(self, tick: int) -> bool:
-        """Begin to reclaim a segment, if it is worth it; otherwise, whether to look at another."""
+        """Look at a stretch of a segment, and begin to reclaim it once all of it is known.
+
+        Returns:
+            whether there is more to look at, of this segment, or another one if it is not worth it.
+        """
         assert self._victim is None
-        segments = self._log.segments
-        for number, barren in list(self._barren.items()):
-            if number not in segments or len(segments[number].pages) != barren.pages:
-                del self._barren[number]
-        victim = self._log.victim(self._passed_over())
-        if victim is None:
-            return False
-        self._took_long = True
-        kept, parts = self._limits.kept(victim)
-        sizes = [node.space.shards[shard].record_bytes for node, shard in kept]
-        room = victim.size_bytes - footer_bytes(victim.records + 1)
-        gain = max([room * GAIN_MIN, *sizes])
-        awaited = victim.number in self._barren  # by tombstones, or it would not be here again
-        if victim.failed or awaited or sum(sizes) + gain <= room:
-            self._victim = victim
-            self._counts["disk_kept_pages"] += len(kept)
-            plan = self._log.plan(victim, tick, self._admission.carry_from, kept, parts)
-            self._begin(victim, plan, tick)
-            return False
-        spaces = {one.space.number: one.space for one in victim.pages.stretches}
-        there = [(space, self._limits.there_bytes(space)) for space in spaces.values()]
-        self._barren[victim.number] = _Barren(len(victim.pages), there)
-        return True
+        if self._stepped:
+            return True
+        if self._choice is None:
+            segments = self._log.segments
+            for number, barren in list(self._barren.items()):
+                if number not in segments or len(segments[number].pages) != barren.pages:
+                    del self._barren[number]
+            victim = self._log.victim(self._passed_over())
+            if victim is None:
+                self._stepped = True  # all segments were looked at
+                return False
+            awaited = victim.number in self._barren  # by tombstones, or it would not be here again
+            choice = SegmentLook(victim, self._log, self._limits, awaited)
+            self._choice = choice, choice.steps(tick, self._admission.carry_from)
+        self._stepped = self._took_long = True
+        choice, steps = self._choice
+        for _ in steps:
+            return True
+        self._choice = None
+        if choice.plan is None:
+            self._barren[choice.victim.number] = _Barren(choice.pages, choice.there)
+            return True
+        self._victim = choice.victim
+        self._counts["disk_kept_pages"] += len(choice.kept)
+        self._begin(choice.victim, choice.plan, tick)
+        return False
 
     def _passed_over(self) -> set[int]:
         stuck = {number for number, at_ns in self._stuck.items() if self._now_ns < at_ns}
@@ -249,6 +288,8 @@ class SegmentReclaimer:
     def _begin(self, victim: Segment, plan: Reclaim, tick: int) -> None:
         assert victim.state is SegmentState.SEALED
         assert not self._copies
+        assert not self._plan.carry, "pages of another segment were to be copied"
+        assert not self._looked
         victim.state, self._stage = SegmentState.DRAINING, _Drain.DROPPING
         self._plan = Reclaim(plan.carry, plan.drop[::-1])
         self._targets.clear()
@@ -294,12 +335,26 @@ class SegmentReclaimer:
         self._losing = True
         self._queue.effects.append(LeftDisk(space, shard, keys, "reclaimed"))
 
-    def _copy(self, victim: Segment, carry: list[Part], tick: int) -> None:
-        for part in carry:
-            for number in range(part.pages):
-                found = self._there(victim, part, number)
-                if found is not None:
-                    self._copy_page(*found, part.shard, tick)
+    def _copy(self, victim: Segment, tick: int, limit: int) -> None:
+        """Begin to copy pages, parents first: look at up to ``limit``, while few are in progress.
+
+        Those that have left meanwhile, maybe because a page before them could not be copied, are
+        passed.
+        """
+        assert self._stage is _Drain.COPYING
+        carry, left = self._plan.carry, limit
+        while carry and left > 0 and self._copies < COPIES_MAX:
+            if self._copy_bytes >= COPY_BYTES_MAX:
+                return
+            part, number = carry[-1], self._looked
+            left -= 1
+            self._looked += 1
+            if self._looked == part.pages:
+                carry.pop()
+                self._looked = 0
+            found = self._there(victim, part, number)
+            if found is not None:
+                self._copy_page(*found, part.shard, tick)
 
     def _copy_page(self, node: PrefixNode, position: int, shard: int, tick: int) -> None:
         key, space = node.key_at(position), node.space
@@ -312,6 +367,7 @@ class SegmentReclaimer:
         assert source.segment == self._victim.number != placed.place.segment, node
         self._log.pin_segment(source.segment)
         self._copies += 1
+        self._copy_bytes += space.shards[shard].record_bytes
         self._targets.add(placed.place.segment)
         self._admission.charge(space.shards[shard].record_bytes)
         page = page_record(node, shard, position)
@@ -327,7 +383,7 @@ class SegmentReclaimer:
         return node, node.position(key)
 
     def _go_on(self, victim: Segment) -> None:
-        if self._stage is _Drain.COPYING and not self._copies:
+        if self._stage is _Drain.COPYING and not self._plan.carry and not self._copies:
             self._stage = _Drain.SYNCING
             self._sync = self._queue.number()
             self._queue.submit(DiskSync(self._sync, frozenset(self._log.given_up)))
@@ -347,6 +403,7 @@ class SegmentReclaimer:
         A segment that cannot be synced is no reason to keep the victim: often it is the victim
         itself. Only if copies were written to it, the victim stays until they were copied again.
         """
+        assert not self._plan.carry, "copies that it does not cover"
         lost = self._targets.intersection(failed)
         if error is None or (failed and not lost):
             self._stage = _Drain.READ
@@ -365,7 +422,8 @@ class SegmentReclaimer:
         shard, node = of.shard, of.space.index.get(page.key)
         position = node.position(page.key) if node is not None else 0
         self._copies -= 1
-        assert self._copies >= 0
+        self._copy_bytes -= of.space.shards[shard].record_bytes
+        assert self._copies >= 0 <= self._copy_bytes
         self._log.unpin_segment(source.segment)
         if node is not None and not (
             node.on_disk >> shard & 1 and node.place_at(shard, position) == source

@@ -195,7 +195,7 @@ def test_learned_carries_over_what_was_used_in_the_later_half_of_its_time_on_dis
     for (node, _), (above, _) in zip(chain[2:], chain[1:], strict=False):
         node.above = above.space.root
 
-    plan = log.plan(log.segments[1], 200, Admission(name, 0, 1 << 20).carry_from)
+    *_, plan = log.plan(log.segments[1], 200, Admission(name, 0, 1 << 20).carry_from)
 
     carry = b"".join(part.keys for part in plan.carry)
     assert [at for at, (node, _) in enumerate(chain) if node.key in carry] == carried

@@ -5,7 +5,10 @@ from itertools import count
 from random import Random
 
 import numpy as np
+from hypothesis import strategies as st
 
+from kvstore.state.disk import choices, plans
+from kvstore.state.disk import segments as keeper
 from kvstore.state.table.adopt import FoundSegment
 from kvstore.state.tree.places import Place, footer_bytes, record_bytes
 from tests.state.world import DIGEST, PAGE, key
@@ -16,6 +19,21 @@ SEGMENT_BYTES = 112 << 10
 RECORD = record_bytes(PAGE)
 NAMES = ("a", "ab", "abc", "b", "c", "cd", "e", "f", "g", "h")
 PATH_OF = {key(name): name for name in NAMES}
+DROPS_MAX, COPIES_MAX, COPIES_A_JOB = keeper.DROPS_MAX, keeper.COPIES_MAX, keeper.COPIES_A_JOB
+STEP_PAGES = plans.STEP_PAGES
+STEPS = st.tuples(
+    st.sampled_from((1, DROPS_MAX)),
+    st.sampled_from((1, 2, COPIES_MAX)),
+    st.sampled_from((1, STEP_PAGES)),
+)
+"""For :func:`set_steps`."""
+
+
+def set_steps(drops: int = DROPS_MAX, copies: int = COPIES_MAX, runs: int = STEP_PAGES) -> None:
+    """How many pages a reclaim drops and copies at a time, and at how many runs a step looks."""
+    keeper.DROPS_MAX = drops
+    keeper.COPIES_MAX, keeper.COPIES_A_JOB = copies, min(copies, COPIES_A_JOB)
+    plans.STEP_PAGES = choices.STEP_PAGES = runs
 
 
 @dataclass(eq=False)

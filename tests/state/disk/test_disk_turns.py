@@ -280,8 +280,9 @@ def test_a_put_to_a_full_disk_looks_once_for_a_place(monkeypatch):
         assert world.store(world.me, world.mine, last + "xy", start=1)[0] == PageStatus.NO_ROOM
         assert world.disk.busy, "it waits rather than be refused"
         assert placed == [None] * messages
-    world.end_all()
-    world.disk.advance(1)
+    for now_ns in range(1, 12):  # a segment of single pages is looked at in several turns
+        world.end_all()
+        world.disk.advance(now_ns)
     world.end_all()
 
     assert world.store(world.me, world.mine, last + "xy", start=1)[0] == PageStatus.NO_ROOM

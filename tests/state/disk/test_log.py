@@ -9,7 +9,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvstore.protocol.errors import TierUnavailable
 from kvstore.protocol.page import ALL_KEYS, PrefixKey
 from kvstore.state.choice.admission import Admission
-from kvstore.state.disk import segments as keeper
 from kvstore.state.disk.graves import Graves
 from kvstore.state.disk.jobs import (
     DiskCopy,
@@ -40,12 +39,13 @@ from tests.state.disk.log_files import (
     RECORD,
     SEGMENT_BYTES,
     SEGMENTS,
+    STEPS,
     Files,
     Record,
+    set_steps,
 )
 from tests.state.world import DIGEST, FULL, ROOT, World, hold, identity, key
 
-DROPS_MAX = keeper.DROPS_MAX
 ERROR = TierUnavailable("no such disk")
 RULES = DiskRules(WritePolicy.BACK, SyncPolicy.ALWAYS, 0, 1 << 30, retry_ns=0)
 
@@ -61,9 +61,9 @@ class Write:
 class LogMachine(RuleBasedStateMachine):
     """Drives a log, its keeper and its tombstones; is their disk."""
 
-    @initialize(drops=st.sampled_from((1, DROPS_MAX)))
-    def begin(self, drops: int) -> None:
-        keeper.DROPS_MAX = drops
+    @initialize(steps=STEPS)
+    def begin(self, steps: tuple[int, int, int]) -> None:
+        set_steps(*steps)
         self.files = Files()
         self.tick = self.cut_after = 0
         #: Names that must be there, and that must not, after a cut.
@@ -368,7 +368,7 @@ class LogMachine(RuleBasedStateMachine):
         self.durable = set(on_disk)
 
     def teardown(self) -> None:
-        keeper.DROPS_MAX = DROPS_MAX
+        set_steps()
 
     # ---- what must hold -----------------------------------------------------------------------
 
@@ -402,7 +402,8 @@ class LogMachine(RuleBasedStateMachine):
     def a_reclaim_frees_at_least_what_it_may_not_carry(self) -> None:
         for segment in self.log.segments.values():
             if segment.state is SegmentState.SEALED:
-                plan = self.log.plan(segment, self.tick, 0.0)
+                *_, plan = self.log.plan(segment, self.tick, 0.0)
+                assert plan is not None
                 carried = sum(part.pages for part in plan.carry) * RECORD
                 assert carried <= SEGMENT_BYTES * CARRY_SHARE + 2 * RECORD
 

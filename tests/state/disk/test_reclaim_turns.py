@@ -1,8 +1,15 @@
 """Goal: giving segments back never holds the state for long, and nothing stops it for good."""
 
+import pytest
+
+from kvstore.protocol.page import PrefixKey
+from kvstore.state.disk import choices, limits, plans
 from kvstore.state.disk import segments as keeper
+from kvstore.state.disk.choices import SegmentLook
 from kvstore.state.disk.jobs import DiskCopy, DiskDrop, DiskJob, DiskSeal, DiskSync
 from kvstore.state.disk.log import Segment, SegmentState
+from kvstore.state.tree.node import PrefixNode
+from kvstore.state.tree.prefix_tree import PrefixTree
 from tests.state.disk.disk_world import IO_ERROR, DiskWorld
 from tests.state.disk.test_disk_limits import RECORD, LimitedWorld
 from tests.state.world import chain, key
@@ -64,6 +71,226 @@ def test_a_segment_of_many_pages_is_given_up_a_few_at_a_time(monkeypatch):
 
     assert oldest.number not in world.disk.log.segments
     assert 0 in world.mine.nodes[pinned].disk, "it was pinned before its turn came"
+
+
+class Looks:
+    """Segments are looked at one run at a time; counts the runs."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        monkeypatch.setattr(plans, "STEP_PAGES", 1)
+        monkeypatch.setattr(choices, "STEP_PAGES", 1)
+        monkeypatch.setattr(choices, "is_pinned", self.is_pinned)
+
+    def is_pinned(self, node: PrefixNode, shard: int) -> bool:
+        self.count += 1
+        return limits.is_pinned(node, shard)
+
+    def begin(self, world: LimitedWorld) -> SegmentLook:
+        """Store pages until a segment of many is being looked at; the look at it."""
+        reclaimer = world.disk._reclaimer
+        for path in "abcdefg":
+            world.put(path)
+        while reclaimer._choice is None:
+            world.store(world.me, world.other, chr(next(world.letters)))
+            while world.jobs(DiskJob) and reclaimer._choice is None:
+                world.end_job(world.jobs(DiskJob)[0])
+        assert reclaimer._choice[0].pages > 4
+        return reclaimer._choice[0]
+
+
+def pages_of(segment: Segment) -> list[tuple[PrefixTree, PrefixKey]]:
+    """The pages of a segment, in order."""
+    stretches = segment.pages.stretches
+    return [(one.space, one.key(at)) for one in stretches for at in range(one.pages)]
+
+
+def test_a_segment_is_looked_at_a_few_pages_in_a_turn(monkeypatch):
+    """All at once they would keep the state from its engines for some tens of milliseconds."""
+    looks = Looks(monkeypatch)
+    world = LimitedWorld(segments=6)
+    choice = looks.begin(world)
+    turns = 0
+    while choice.victim.state is SegmentState.SEALED:
+        assert world.disk.busy
+        before = looks.count
+        for _ in range(3):
+            world.disk._reclaimer.advance_reclaim(0)  # as ends of jobs do
+        world.table.tiers.go_on()
+        assert looks.count <= before + 2
+        turns += 1
+
+    assert turns > choice.pages / 2
+    world.end_all()
+    assert choice.victim.number not in world.disk.log.segments
+
+
+def test_pages_may_leave_and_be_pinned_while_their_segment_is_looked_at(monkeypatch):
+    looks = Looks(monkeypatch)
+    world = LimitedWorld(segments=6)
+    choice = looks.begin(world)
+    pages = pages_of(choice.victim)
+    assert 0 < looks.count < 4
+    for space, left in pages[:2]:
+        world.lose(space.nodes[left], 0)
+    pinned = pages[2], pages[-1]
+    for space, page in pinned:
+        world.table.keeping.pin(space, page, 0, "ssd")
+
+    for now_ns in range(1, 20):
+        world.disk.advance(now_ns)
+        world.end_all()
+
+    assert choice.victim.number not in world.disk.log.segments
+    assert all(0 in space.nodes[page].disk for space, page in pinned)
+
+
+def test_used_pages_may_leave_while_it_is_planned_what_to_copy(monkeypatch):
+    looks = Looks(monkeypatch)
+    world = LimitedWorld(segments=6)
+    choice = looks.begin(world)
+    pages = pages_of(choice.victim)
+    for space, page in pages:
+        world.table.moment.tick += 1
+        space.nodes[page].access = world.table.moment.tick
+    while looks.count < choice.pages:
+        world.table.tiers.go_on()
+    for space, page in pages[::2]:
+        world.lose(space.nodes[page], 0)
+
+    for now_ns in range(1, 20):
+        world.disk.advance(now_ns)
+        world.end_all()
+
+    assert choice.victim.number not in world.disk.log.segments
+    assert any(page in space.nodes and space.nodes[page].disk for space, page in pages[1::2])
+
+
+def test_a_segment_is_looked_at_again_if_pins_end_meanwhile(monkeypatch):
+    """It was not worth reclaiming with them, and nothing else may change that."""
+    looks = Looks(monkeypatch)
+    world = LimitedWorld(segments=6)
+    choice = looks.begin(world)
+
+    world.disk.unpinned()
+    world.table.tiers.go_on()
+
+    again = world.disk._reclaimer._choice
+    assert again is not None
+    assert again[0] is not choice
+
+
+def begin_copies(world: LimitedWorld, paths: tuple[str, ...]) -> list[DiskCopy]:
+    """Store pinned pages, and others until the first copies of the pinned ones begin; these."""
+    for path in paths:
+        world.put(path)
+        world.table.keeping.pin(world.mine, key(path), 0, "ssd")
+    while not world.jobs(DiskCopy):
+        world.store(world.me, world.other, chr(next(world.letters)))
+        while world.jobs(DiskJob) and not world.jobs(DiskCopy):
+            world.end_job(world.jobs(DiskJob)[0])
+    return copies(world)
+
+
+def copies(world: DiskWorld) -> list[DiskCopy]:
+    """The copies in progress."""
+    return [job for job in world.jobs(DiskCopy) if isinstance(job, DiskCopy)]
+
+
+def syncs(world: DiskWorld) -> bool:
+    """Whether the sync of the copies is in progress."""
+    return any(world.disk._reclaimer.is_mine(job.job) for job in world.jobs(DiskSync))
+
+
+def test_pages_are_copied_a_few_at_a_time_and_parents_first(monkeypatch):
+    """All at once they would keep the state from its engines, and stand before their loads."""
+    monkeypatch.setattr(keeper, "COPIES_MAX", 2)
+    world = LimitedWorld(segments=6)
+    paths = ("a", "ab", "abc", "abcd", "abcde")
+    begin_copies(world, paths)
+
+    copied = []
+    while under_way := copies(world):
+        assert len(under_way) <= 2
+        assert not syncs(world), "it would not cover the copies that have not begun"
+        copied.append(under_way[0].page.key)
+        world.end_job(under_way[0])
+
+    assert copied == [key(path) for path in paths]
+    assert syncs(world)
+    world.end_all()
+    assert world.there(*paths) == [True] * 5
+
+
+def test_pages_are_copied_a_few_bytes_at_a_time(monkeypatch):
+    """Of pages of some MiB few are enough to keep a load waiting."""
+    monkeypatch.setattr(keeper, "COPY_BYTES_MAX", RECORD)
+    world = LimitedWorld(segments=6)
+    assert len(begin_copies(world, ("a", "b", "c"))) == 1
+
+    world.end_job(copies(world)[0])
+
+    assert len(copies(world)) == 1
+
+
+def test_a_turn_looks_at_a_few_of_the_pages_to_copy(monkeypatch):
+    monkeypatch.setattr(keeper, "COPIES_A_JOB", 2)
+    monkeypatch.setattr(keeper, "COPIES_LOOKS", 0)
+    world = LimitedWorld(segments=6)
+    assert len(begin_copies(world, ("a", "b", "c", "d", "e"))) == 2
+
+
+def test_a_page_that_leaves_before_its_copy_begins_is_not_copied(monkeypatch):
+    monkeypatch.setattr(keeper, "COPIES_MAX", 1)
+    world = LimitedWorld(segments=6)
+    (first,) = begin_copies(world, ("a", "b", "c"))
+    left, last = [path for path in ("a", "b", "c") if key(path) != first.page.key]
+    world.lose(world.node(left), 0)
+
+    world.end_job(first)
+    (second,) = copies(world)
+    assert second.page.key == key(last)
+    world.end_all()
+
+    assert world.there(left, last) == [False, True]
+    assert first.source.segment not in world.disk.log.segments
+
+
+def test_copies_that_all_fail_do_not_end_the_reclaim(monkeypatch):
+    """No job ends any more, so the others begin with the next tick."""
+    monkeypatch.setattr(keeper, "COPIES_MAX", 2)
+    world = LimitedWorld(segments=6)
+    paths = ("a", "b", "c", "d")
+    failing = begin_copies(world, paths)
+    for job in failing:
+        world.end_job(job, IO_ERROR)
+    assert not copies(world)
+
+    world.disk.advance(1)
+    assert {job.page.key for job in copies(world)} == {
+        key(path) for path in paths if key(path) not in [job.page.key for job in failing]
+    }
+    world.end_all()
+
+    assert sum(world.there(*paths)) == 2
+    assert failing[0].source.segment not in world.disk.log.segments
+
+
+def test_a_page_after_one_that_could_not_be_copied_is_not_copied(monkeypatch):
+    monkeypatch.setattr(keeper, "COPIES_MAX", 1)
+    world = LimitedWorld(segments=6)
+    (first,) = begin_copies(world, ("a", "ab", "z"))
+    while first.page.key != key("a"):
+        world.end_job(first)
+        (first,) = copies(world)
+
+    world.end_job(first, IO_ERROR)
+    world.disk.advance(1)
+
+    assert key("ab") not in [job.page.key for job in copies(world)]
+    world.end_all()
+    assert world.there("a", "ab", "z") == [False, False, True]
+    assert first.source.segment not in world.disk.log.segments
 
 
 def test_a_segment_is_given_up_as_fast_as_pages_are_written(monkeypatch):
