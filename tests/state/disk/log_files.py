@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from kvstore.state.disk import choices, plans
 from kvstore.state.disk import segments as keeper
+from kvstore.state.disk.jobs import DiskSync
 from kvstore.state.table.adopt import FoundSegment
 from kvstore.state.tree.places import Place, footer_bytes, record_bytes
 from tests.state.world import DIGEST, PAGE, key
@@ -94,6 +95,11 @@ class Files:
     def records(self) -> list[Record]:
         """Every record there is."""
         return [one for file in self.by_number.values() for one in file.records]
+
+    def covered(self, job: DiskSync) -> list[Record]:
+        """What a sync that begins now makes durable."""
+        written = [one for one in self.records() if one.written]
+        return [one for one in written if one.place.segment not in job.given_up]
 
     def cut_power(self, chance: Random) -> None:
         """What was not synced is there afterwards, or not."""

@@ -113,11 +113,7 @@ class LogMachine(RuleBasedStateMachine):
             case DiskCopy(place=place):
                 self.records[job.job] = self.files.record(place, RECORD, (PATH_OF[job.page.key],))
             case DiskSync():
-                self.covered[job.job] = [
-                    one
-                    for one in self.files.records()
-                    if one.written and one.place.segment not in job.given_up
-                ]
+                self.covered[job.job] = self.files.covered(job)
 
     def _settle(self) -> None:
         """Apply what the parts say, and take their jobs."""
