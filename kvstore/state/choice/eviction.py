@@ -286,8 +286,8 @@ class Eviction:
         if replica is not None:
             if queue not in self._others_used:
                 other = self._pop_other(queue)
-                if other is None:
-                    return replica
+                if other is None or other is replica:
+                    return replica  # it may be behind leaves that were continued, too
                 self._others_used[queue] = other.access
                 self.add_candidate(other)
             unused = self._tick - replica.access
