@@ -301,7 +301,7 @@ class Eviction:
     def _pop_replica(self, queue: tuple[str, int]) -> PrefixNode | None:
         """The replica of a queue that was unused for longest."""
         name, slot_bytes = queue
-        line = self._replicas.get(queue)
+        line, looked = self._replicas.get(queue), 0
         while line is not None and self._strays < TAKE_OVER_MAX:
             node = line.pop(self._tick)
             if node is None:
@@ -309,6 +309,10 @@ class Eviction:
                     self._stop_at(queue)
                 return None
             if not (slot_bytes in classes(node) and self.evictable(node)):
+                looked += 1
+                if not self._looks.take(self._tick, looked):
+                    self._stop_at(queue)
+                    return None
                 continue
             if self._is_elsewhere(node) and self._queue_name(node.space) == name:
                 return node

@@ -2,9 +2,11 @@
 
 import pytest
 
+from kvstore.state.choice.policy import MOVES_MAX
 from kvstore.state.tree.actions import PageStatus
 from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.sessions import Process
+from tests.state.choice.test_policies import counted_pops
 from tests.state.world import DIGEST, World, key
 
 GRANTED, NO_ROOM = [PageStatus.GRANTED], [PageStatus.NO_ROOM]
@@ -53,3 +55,30 @@ def test_a_replica_behind_continued_pages_is_chosen_once_while_its_extent_is_dra
     assert world.store(engine, space, "o") == GRANTED
 
     assert space.nodes[key(path)] in world.table.draining.skipped
+
+
+@pytest.mark.parametrize("policy", ["lru", "kvstore"])
+@pytest.mark.parametrize("changed", ["continued", "read"])
+def test_no_choice_passes_many_replicas_that_may_not_leave(policy, changed, monkeypatch):
+    world = World(extents=6, slots_each=128)
+    world.table.eviction.change_policy(policy)
+    engine = world.process()
+    space = world.space(engine)
+    names = [chr(0x4E00 + number) for number in range(384 if changed == "continued" else 768)]
+    replica(world, engine, space, "!")  # the first one
+    for name in names[2:]:
+        replica(world, engine, space, name)
+        if changed == "continued":
+            world.store(engine, space, name + "b", start=1)
+    for name in names[2:600] if changed == "read" else []:
+        world.acquire(engine, space, name)
+    pops = counted_pops(monkeypatch)
+
+    turns = granted = 0
+    while granted < 20:
+        pops.clear()
+        granted += world.store(engine, space, chr(0x9000 + granted)) == GRANTED
+        assert len(pops) <= 64 + 2 * MOVES_MAX**2
+        turns += 1
+        assert turns < 60
+        world.table.eviction.sweep(64)
