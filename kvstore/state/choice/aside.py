@@ -88,4 +88,6 @@ def _leaf_behind(node: PrefixNode) -> PrefixNode | None:
             if child.in_memory:
                 node = child
                 break
+        else:
+            return None
     return None

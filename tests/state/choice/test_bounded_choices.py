@@ -1,15 +1,22 @@
 """Goal: every choice of a victim is bounded, whatever it meets, and a put waits for the rest."""
 
+from typing import Any
+
 import pytest
 
+from kvstore.node.awaited import room_is_coming
+from kvstore.protocol.page import PrefixKey
+from kvstore.state.choice.aside import BELOW_LOOKS, leaves_behind
 from kvstore.state.choice.policy import MOVES_MAX
 from kvstore.state.tree.actions import PageStatus
+from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.sessions import Process
 from tests.state.choice.test_policies import counted_pops
-from tests.state.world import DIGEST, World, key
+from tests.state.disk.disk_world import DiskWorld
+from tests.state.world import DIGEST, FULL, World, identity, key
 
-GRANTED, NO_ROOM = [PageStatus.GRANTED], [PageStatus.NO_ROOM]
+GRANTED = [PageStatus.GRANTED]
 
 
 def replica(world: World, engine: Process, space: PrefixTree, path: str) -> None:
@@ -17,6 +24,16 @@ def replica(world: World, engine: Process, space: PrefixTree, path: str) -> None
     world.table.eviction.sources.changed("peer", b"boot")
     number, _, put = world.begin(engine, space, path, start=len(path) - 1)
     world.table.commit_put(engine, number, DIGEST * len(put.slots), peer="peer")
+
+
+class Below(dict[PrefixKey, PrefixNode]):
+    """Children that count how often they were gone through."""
+
+    walks = 0
+
+    def values(self) -> Any:
+        self.walks += 1
+        return super().values()
 
 
 def read(world: World, engine: Process, space: PrefixTree, path: str) -> None:
@@ -82,3 +99,49 @@ def test_no_choice_passes_many_replicas_that_may_not_leave(policy, changed, monk
         turns += 1
         assert turns < 60
         world.table.eviction.sweep(64)
+
+
+@pytest.mark.parametrize("in_memory", [0, 1])
+def test_children_that_are_on_disk_only_are_looked_at_once(in_memory):
+    world = DiskWorld("through", extents=20)
+    world.store(world.me, world.mine, "a")
+    paths = ["a" + chr(0x4E00 + number) for number in range(BELOW_LOOKS + 6)]
+    for path in paths:
+        world.store(world.me, world.mine, path, start=1)
+    world.end_all()
+    while world.disk.unfinished:
+        world.disk.go_on()
+        world.end_all()
+    for path in paths[in_memory:BELOW_LOOKS]:
+        assert world.table.residents.release_memory(world.node(path))
+    node = world.node("a")
+    node.below = below = Below(node.below)
+
+    assert leaves_behind([node]) == [world.node(path) for path in paths[:in_memory]]
+
+    assert below.walks == 1
+
+
+@pytest.mark.parametrize("replicas", [False, True])
+def test_a_put_waits_while_leaves_of_a_space_that_has_limits_now_change_queues(replicas):
+    world = World(extents=4, slots_each=128)
+    engine = world.process()
+    limited = world.space(engine)
+    [other, _] = world.table.spaces.open(engine.session, identity(model="other"), [FULL])
+    for number in range(512):
+        space, name = limited if number < 448 else other, chr(0x4E00 + number)
+        if replicas:
+            replica(world, engine, space, name)
+        else:
+            world.store(engine, space, name)
+    world.table.quotas.set(limited, 0, limited.host_bytes, 1 << 40)
+    world.table.eviction.offer_all(list(limited.index.values()), anew=True)
+
+    turns = 0
+    while world.store(engine, other, chr(0x9000 + turns)) != GRANTED:
+        assert room_is_coming(world.table)
+        world.table.eviction.sweep(64)
+        turns += 1
+
+    assert 0 < turns < 10
+    assert not room_is_coming(world.table)
