@@ -302,7 +302,10 @@ class Eviction:
         """The replica of a queue that was unused for longest."""
         name, slot_bytes = queue
         line, looked = self._replicas.get(queue), 0
-        while line is not None and self._strays < TAKE_OVER_MAX:
+        while line is not None and len(line) > 0:
+            if self._strays >= TAKE_OVER_MAX:
+                self._stop_at(queue)
+                return None
             node = line.pop(self._tick)
             if node is None:
                 if line.behind:
@@ -340,7 +343,8 @@ class Eviction:
                 self.add_candidate(node)  # its space has limits now, so queues of its own
                 self._strays += 1
                 if self._strays >= TAKE_OVER_MAX:
-                    return None  # of many that follow it nobody is to wait for all
+                    self._stop_at(queue)  # of many that follow it nobody is to wait for all
+                    return None
             elif not (slot_bytes in classes(node) and self.evictable(node)):
                 looked += 1
                 if len(continued) < BELOW_LOOKS:
@@ -356,7 +360,7 @@ class Eviction:
         return None
 
     def _stop_at(self, queue: tuple[str, int]) -> None:
-        """A choice stops at entries of dropped or pinned leaves."""
+        """A choice stops at entries of dropped or pinned leaves, or of those of another queue."""
         self.behind = True
         self._behind.add(queue)
 
