@@ -44,6 +44,10 @@ class QueuesBehind:
         """A choice has stopped there."""
         self._sweeps.setdefault(queue, 0)
 
+    def has_any(self, queues: Iterable[tuple[str, int]]) -> bool:
+        """Whether one of these queues is behind."""
+        return any(queue in self._sweeps for queue in queues)
+
     def hold_up(self, queues: Iterable[tuple[str, int]]) -> bool:
         """Whether a choice among these queues waits, because one of them is behind."""
         return any(self._sweeps.get(queue, PATIENCE) < PATIENCE for queue in queues)

@@ -193,10 +193,11 @@ class Eviction:
 
     def victim(self, space: PrefixTree, slot_bytes: int) -> PrefixNode | None:
         """The leaf to evict for ``space`` and slot size; call :meth:`end_choice` after all."""
-        if not self.quotas.limited:
-            return self._oldest([(space.identity.tenant, slot_bytes)])
-        names = [self._queue_name(one) for one in self.quotas.payers(space, slot_bytes)]
-        return self._oldest([(name, slot_bytes) for name in (space.identity.tenant, *names)])
+        return self._oldest(self._payers(space, slot_bytes))
+
+    def is_behind(self, space: PrefixTree, slot_bytes: int) -> bool:
+        """Whether a choice for ``space`` may have found no victim though there is one."""
+        return self.behind and self._behind.has_any(self._payers(space, slot_bytes))
 
     def own_victim(self, space: PrefixTree) -> PrefixNode | None:
         """The leaf of a limited space to evict; call :meth:`end_choice` after all."""
@@ -240,6 +241,13 @@ class Eviction:
             if self._slots.pinned(last_slot(column)):  # of a node all are, or none
                 return False
         return True
+
+    def _payers(self, space: PrefixTree, slot_bytes: int) -> list[tuple[str, int]]:
+        """The queues of the leaves that may be evicted for ``space`` and slot size."""
+        if not self.quotas.limited:
+            return [(space.identity.tenant, slot_bytes)]
+        names = [self._queue_name(one) for one in self.quotas.payers(space, slot_bytes)]
+        return [(name, slot_bytes) for name in (space.identity.tenant, *names)]
 
     def _queue_name(self, space: PrefixTree) -> str:
         """The name of a space's queues: its tenant's, unless the space is limited."""

@@ -145,3 +145,23 @@ def test_a_put_waits_while_leaves_of_a_space_that_has_limits_now_change_queues(r
 
     assert 0 < turns < 10
     assert not room_is_coming(world.table)
+
+
+def test_a_tenant_gets_an_extent_while_the_queue_of_another_is_behind():
+    world = World(extents=8, slots_each=128)
+    engine, other = world.process(), world.process("other", 2)
+    red, blue = world.space(engine), world.space(other, tenant="blue")
+    for number in range(1024):
+        world.store(engine, red, chr(0x4E00 + number))
+    for number in range(900):
+        world.table.residents.drop(red.nodes[key(chr(0x4E00 + number))], 0, "operator")
+    [more, _] = world.table.spaces.open(engine.session, identity(model="more"), [FULL])
+    assert set(world.store(engine, more, "a" * 900)) == set(GRANTED)
+    assert world.store(engine, red, "n") != GRANTED
+    assert world.table.eviction.behind
+    assert world.table.eviction.is_behind(red, red.shards[0].slot_bytes)
+
+    world.store(other, blue, "q")
+
+    assert world.table.eviction.behind
+    assert world.table.draining.now is not None or blue.nodes
