@@ -67,11 +67,11 @@ class QueuesBehind:
         swept, self._sweeps = 0, {queue: count + 1 for queue, count in self._sweeps.items()}
         for queue in list(self._sweeps):
             found = [table[queue] for table in tables if queue in table]
-            behind = [policy for policy in found if policy.behind]
-            for policy in behind:
+            for policy in found:
+                policy.behind = True  # until its first entry is that of a leaf
                 most -= policy.sweep(most)
                 assert most >= 0
-            if any(policy.behind for policy in behind):
+            if any(policy.behind for policy in found):
                 break
             del self._sweeps[queue]
             swept += 1

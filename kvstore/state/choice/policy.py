@@ -81,9 +81,10 @@ class EvictionPolicy(Protocol):
         ...
 
     def sweep(self, most: int) -> int:
-        """Remove up to ``most`` first entries of dropped leaves, and return how many.
+        """Remove up to ``most`` first entries of dropped or continued leaves; returns how many.
 
-        It resets ``behind`` when the first entry is no longer one of those.
+        It resets ``behind`` when the first entry is no longer one of those. What was continued is
+        offered again when it is a leaf.
         """
         ...
 
@@ -152,9 +153,9 @@ class LeastRecent:
         return best
 
     def sweep(self, most: int) -> int:
-        """Remove first entries of dropped leaves."""
+        """Remove first entries of what is no leaf."""
         for swept in range(most):
-            if not self._heap or is_live(self._heap.first()[-1]):
+            if not self._heap or is_leaf(self._heap.first()[-1]):
                 self.behind = False
                 return swept
             leave(self._heap.pop()[-1], self._slot_bytes)
@@ -178,7 +179,7 @@ class LeastRecent:
         for _ in range(min(GONE_MAX, len(self._heap))):
             entry = self._heap.first()
             node: PrefixNode = entry[-1]
-            if not is_live(node) or node.children_in_memory:
+            if not is_leaf(node):
                 self._heap.pop()
                 leave(node, self._slot_bytes)
             elif self._has_grown(entry):
@@ -303,13 +304,18 @@ class SmallAndMain:
         return None
 
     def sweep(self, most: int) -> int:
-        """Remove first entries of dropped leaves."""
+        """Remove first entries of what is no leaf."""
+        node: PrefixNode
         for swept in range(most):
-            line = self._main if self._is_mains_turn() else self._small
-            if not line or is_live(line.first()[-1]):
+            main = self._is_mains_turn()
+            line = self._main if main else self._small
+            if not line or is_leaf(line.first()[-1]):
                 self.behind = False
                 return swept
-            leave(line.popleft()[-1], self._slot_bytes)
+            paid, node = line.popleft()
+            leave(node, self._slot_bytes)
+            if is_live(node):
+                self._keep_place(node, main, paid)
         return most
 
     def forget(self, most: int) -> bool:
@@ -342,6 +348,11 @@ class SmallAndMain:
         self._places[node] = main, paid
         if len(self._places) > HISTORY_MAX:
             self._places.popitem(last=False)
+
+
+def is_leaf(node: PrefixNode) -> bool:
+    """Whether the node is still there, and no page in memory continues it."""
+    return not node.children_in_memory and is_live(node)
 
 
 def enter(node: PrefixNode, slot_bytes: int) -> bool:

@@ -8,6 +8,7 @@ from kvstore.node.awaited import room_is_coming
 from kvstore.protocol.page import PrefixKey
 from kvstore.state.choice.aside import BELOW_LOOKS, leaves_behind
 from kvstore.state.choice.policy import MOVES_MAX
+from kvstore.state.table.invariants import check
 from kvstore.state.tree.actions import PageStatus
 from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.prefix_tree import PrefixTree
@@ -165,3 +166,35 @@ def test_a_tenant_gets_an_extent_while_the_queue_of_another_is_behind():
 
     assert world.table.eviction.behind
     assert world.table.draining.now is not None or blue.nodes
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "tinylfu", "s3-fifo"])
+def test_sweeps_pass_what_was_continued_and_it_comes_again(policy, monkeypatch):
+    """They do so without a put that waits: one that does not is not refused again and again."""
+    monkeypatch.setattr("kvstore.state.choice.policy.LOOKS_MAX", 10)
+    world = World(extents=11, slots_each=128)
+    eviction = world.table.eviction
+    eviction.change_policy(policy)
+    engine = world.process()
+    space = world.space(engine)
+    world.store(engine, space, "!")
+    names = [chr(0x4E00 + number) for number in range(15)]
+    for length in range(90):
+        for name in names:
+            world.store(engine, space, name + "a" * length, start=length)
+    for number in range(11 * 128 - 1 - 15 * 90):
+        world.store(engine, space, chr(0x5E00 + number))
+    for number in range(400):
+        if world.store(engine, space, chr(0x7000 + number)) != GRANTED:
+            break
+    assert eviction.behind
+    turns = 0
+    while eviction.behind:
+        eviction.sweep(64)
+        turns += 1
+    assert turns > 5
+
+    for number in range(400):
+        assert world.store(engine, space, chr(0x8000 + number)) == GRANTED
+    assert world.store(engine, space, "z" * 1300)[-1:] == GRANTED
+    check(world.table)
