@@ -1,7 +1,6 @@
 """Leaves that a choice meets and does not take: young, continued, or dropped ones. Pure."""
 
 from collections.abc import Iterable, Mapping
-from itertools import islice
 from typing import Final
 
 from kvstore.state.choice.policy import EvictionPolicy
@@ -9,7 +8,7 @@ from kvstore.state.tree.node import PrefixNode
 
 BELOW_LOOKS: Final = 64
 """Maximum leaves that were continued behind which a choice looks for others, pages between each of
-them and its leaf, and children of each of these."""
+them and its leaf, and children of these that are not in memory."""
 PATIENCE = 64
 """Sweeps of a queue for which a choice finds nothing rather than a leaf of another queue, which may
 be hotter: some 0.1 s."""
@@ -85,13 +84,15 @@ def leaves_behind(continued: Iterable[PrefixNode]) -> list[PrefixNode]:
 
 
 def _leaf_behind(node: PrefixNode) -> PrefixNode | None:
+    misses_left = BELOW_LOOKS
     for _ in range(BELOW_LOOKS):
         if not node.children_in_memory:
             return node
-        for child in islice(node.below.values(), BELOW_LOOKS):
+        for child in node.below.values():
             if child.in_memory:
                 node = child
                 break
-        else:
-            return None
+            misses_left -= 1
+            if not misses_left:
+                return None
     return None

@@ -22,8 +22,9 @@ GONE_MAX: Final = 2
 """First entries of a heap, or of the cell whose turn is next, of leaves that have gone otherwise or
 are leaves no more, that go with each that comes: so that no choice has to pass many at once."""
 LOOKS_MAX = 64
-"""Entries of leaves that have changed since that all choices of one tick pass over at most, beside
-:data:`MOVES_MAX` of each choice: in a heap of a million, whose memory is cold, 10 us each."""
+"""Entries of leaves that have changed since that all choices of one tick pass over at most, and as
+many of leaves that are still there beside them, of which each choice passes :data:`MOVES_MAX`: in a
+heap of a million, whose memory is cold, 10 us each."""
 
 
 @dataclass(slots=True, eq=False)
@@ -32,7 +33,7 @@ class Looks:
 
     Attributes:
         tick: the tick of the last choice.
-        left: how many.
+        left: how many; below zero, how many beyond the limit were asked for.
     """
 
     tick: int = -1
@@ -46,7 +47,7 @@ class Looks:
         if tick != self.tick:
             self.tick, self.left = tick, LOOKS_MAX
         self.left -= 1
-        return self.left >= 0 or 0 < looked <= MOVES_MAX
+        return self.left >= 0 or (0 < looked <= MOVES_MAX and self.left >= -LOOKS_MAX)
 
 
 class EvictionPolicy(Protocol):

@@ -7,7 +7,6 @@ import pytest
 from kvstore.node.awaited import room_is_coming
 from kvstore.protocol.page import PrefixKey
 from kvstore.state.choice.aside import BELOW_LOOKS, leaves_behind
-from kvstore.state.choice.policy import MOVES_MAX
 from kvstore.state.table.invariants import check
 from kvstore.state.tree.actions import PageStatus
 from kvstore.state.tree.node import PrefixNode
@@ -96,7 +95,7 @@ def test_no_choice_passes_many_replicas_that_may_not_leave(policy, changed, monk
     while granted < 20:
         pops.clear()
         granted += world.store(engine, space, chr(0x9000 + granted)) == GRANTED
-        assert len(pops) <= 64 + 2 * MOVES_MAX**2
+        assert len(pops) <= 2 * 64 + 8
         turns += 1
         assert turns < 60
         world.table.eviction.sweep(64)
@@ -121,6 +120,44 @@ def test_children_that_are_on_disk_only_are_looked_at_once(in_memory):
     assert leaves_behind([node]) == [world.node(path) for path in paths[:in_memory]]
 
     assert below.walks == 1
+
+
+def test_few_children_that_are_on_disk_only_are_looked_at_on_the_way_to_a_leaf():
+    world = DiskWorld("through", extents=40)
+    names = [chr(0x4E00 + number) for number in range(BELOW_LOOKS // 2 + 2)]
+    paths = ["a" + name for name in names]
+    further = [paths[-1] + name for name in names]
+    for path in ["a", *paths, *further]:
+        world.store(world.me, world.mine, path, start=len(path) - 1)
+    world.end_all()
+    while world.disk.unfinished:
+        world.disk.go_on()
+        world.end_all()
+    for path in [*paths[:-1], *further[:-1]]:
+        assert world.table.residents.release_memory(world.node(path))
+
+    assert leaves_behind([world.node(paths[-1])]) == [world.node(further[-1])]
+    assert leaves_behind([world.node("a")]) == []
+
+
+@pytest.mark.parametrize("policy", ["lru", "s3-fifo"])
+def test_all_choices_of_a_put_together_pass_few_pages_that_were_continued(policy, monkeypatch):
+    monkeypatch.setattr("kvstore.state.choice.policy.LOOKS_MAX", 10)
+    world = World(extents=5, slots_each=128)
+    world.table.eviction.change_policy(policy)
+    engine = world.process()
+    space = world.space(engine)
+    world.store(engine, space, "!")
+    for length in range(10):
+        for number in range(60):
+            world.store(engine, space, chr(0x4E00 + number) + "a" * length, start=length)
+    world.store(engine, space, "o" * 39)
+    pops = counted_pops(monkeypatch)
+
+    for number in range(4):
+        pops.clear()
+        assert set(world.store(engine, space, chr(0x9000 + number) * 40)) == set(GRANTED)
+        assert len(pops) <= 2 * 10 + 2 * 40
 
 
 @pytest.mark.parametrize("replicas", [False, True])
