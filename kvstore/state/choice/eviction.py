@@ -40,6 +40,8 @@ TAKE_OVER_MAX: Final = 64
 them."""
 FORGOTTEN_MAX: Final = 512
 """Maximum things learnt by a replaced policy that are freed at a time: 0.1 ms."""
+FORGOTTEN_QUEUES: Final = 4
+"""Maximum replaced policies that are freed at a time."""
 
 
 class Eviction:
@@ -65,7 +67,7 @@ class Eviction:
         self._queues: dict[tuple[str, int], EvictionPolicy] = {}
         #: Queues of the policy before, as far as they are not taken over yet.
         self._before: dict[tuple[str, int], EvictionPolicy] = {}
-        #: Queues of replaced policies that have no leaf left, but what they learnt.
+        #: Queues of replaced policies, or of tenants that are gone: no leaf, but what they learnt.
         self._replaced: list[EvictionPolicy] = []
         #: Leaves that were passed over, by queue: no choice looks at them again meanwhile.
         self._passed: dict[tuple[str, int], Passed] = {}
@@ -138,7 +140,32 @@ class Eviction:
             if self._take_over(name, queue, most):
                 return False
             self._replaced.append(self._before.pop(name))
-        return self._forget()
+        return self.forget()
+
+    def close_queues(self, tenants: set[str]) -> None:
+        """Close the queues of all tenants but these; they have no space, so no page, any more.
+
+        A space that has, or had, limits is never closed.
+        """
+        for table in (self._queues, self._before):
+            gone = [queue for queue in table if _is_gone(queue, tenants)]
+            self._replaced += [table.pop(queue) for queue in gone]
+        lines = [queue for queue in self._replicas if _is_gone(queue, tenants)]
+        self._replaced += [self._replicas.pop(queue) for queue in lines]
+        for queue in [queue for queue in self._passed if _is_gone(queue, tenants)]:
+            del self._passed[queue]
+        for queue in [queue for queue in self._graceless_until_ns if _is_gone(queue, tenants)]:
+            del self._graceless_until_ns[queue]
+
+    def forget(self) -> bool:
+        """Free some of what former policies learnt; whether all is free."""
+        for _ in range(FORGOTTEN_QUEUES):
+            if not self._replaced:
+                break
+            if not self._replaced[-1].forget(FORGOTTEN_MAX):
+                return False
+            self._replaced.pop()
+        return not self._replaced
 
     def stored(self, node: PrefixNode, keys: list[PrefixKey], slot_bytes: int, tick: int) -> None:
         """The pages of ``node``, with these keys, were stored; it may be split."""
@@ -214,7 +241,7 @@ class Eviction:
         while self._next:
             self.add_candidate(self._next.popitem()[1])
         if self._replaced:
-            self._forget()
+            self.forget()
 
     def check_turn(self, now_ns: int) -> None:
         """Assert that every choice was ended, and that skipped leaves return to their queues."""
@@ -475,12 +502,6 @@ class Eviction:
             self._queue(*name).add_candidate(node, self._tick)
         return True
 
-    def _forget(self) -> bool:
-        """Free some of what replaced policies learnt; whether all is free."""
-        while self._replaced and self._replaced[-1].forget(FORGOTTEN_MAX):
-            self._replaced.pop()
-        return not self._replaced
-
     def _replica_line(self, name: str, slot_bytes: int) -> LeastRecent:
         line = self._replicas.get((name, slot_bytes))
         if line is None:
@@ -493,6 +514,11 @@ class Eviction:
             policy = POLICIES[self.policy]
             queue = self._queues[name, slot_bytes] = policy(slot_bytes, self._looks)
         return queue
+
+
+def _is_gone(queue: tuple[str, int], tenants: set[str]) -> bool:
+    name = queue[0]
+    return name not in tenants and not name.startswith("\0")
 
 
 def is_held(node: PrefixNode) -> bool:

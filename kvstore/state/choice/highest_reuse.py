@@ -106,7 +106,12 @@ class HighestReuse:
         return most
 
     def forget(self, most: int) -> bool:
-        """Let go of what was observed."""
+        """Let go of entries of dropped leaves, then of what was observed."""
+        for cell, leaves in self._cells.items():
+            leaves.discard(most)
+            if not leaves:
+                del self._cells[cell]
+            return False
         return self._reuse.forget(most)
 
     def _first_cell(self) -> NodeHeap | None:

@@ -90,7 +90,7 @@ class EvictionPolicy(Protocol):
         ...
 
     def forget(self, most: int) -> bool:
-        """Let go of up to ``most`` things that were learnt; whether none is left.
+        """Let go of about ``most`` things that were learnt, and entries; whether none is left.
 
         Nothing else is asked of it from then on. All at once is too much for one turn.
         """
@@ -162,9 +162,10 @@ class LeastRecent:
             leave(self._heap.pop()[-1], self._slot_bytes)
         return most
 
-    def forget(self, most: int) -> bool:  # noqa: ARG002
-        """Nothing was learnt."""
-        return True
+    def forget(self, most: int) -> bool:
+        """Let go of entries of dropped leaves; nothing was learnt."""
+        self._heap.discard(most)
+        return not self._heap
 
     def _rank(self, node: PrefixNode) -> tuple[int, int]:
         return 0, node.access
@@ -223,7 +224,7 @@ class FrequencySketch(LeastRecent):
         """Let go of counts."""
         for _ in range(min(most, len(self._counts))):
             self._counts.popitem()
-        return not self._counts
+        return super().forget(most) and not self._counts
 
     def _rank(self, node: PrefixNode) -> tuple[int, int]:
         return self._counts.get(node.key, 0) + node.uses, node.access
@@ -320,12 +321,15 @@ class SmallAndMain:
         return most
 
     def forget(self, most: int) -> bool:
-        """Let go of places, and of keys that went."""
+        """Let go of places, of keys that went, and of entries of dropped leaves."""
         for _ in range(min(most, len(self._places))):
             self._places.popitem()
         for _ in range(min(most, len(self._gone))):
             self._gone.popitem()
-        return not self._places and not self._gone
+        for line in (self._small, self._main):
+            for _ in range(min(most, len(line))):
+                line.popleft()
+        return not (self._places or self._gone or self._small or self._main)
 
     def _is_mains_turn(self) -> bool:
         small, main = len(self._small), len(self._main)

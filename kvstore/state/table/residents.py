@@ -466,10 +466,13 @@ class Residents:
 
     def close_idle_spaces(self) -> None:
         """If there are nearly too many spaces or shards, close spaces that nothing refers to."""
-        for space in self.spaces.idle():
-            if not self.needs_space(space):
-                self.spaces.close(space)
-                self.counts["closed_spaces"] += 1
+        idle = [space for space in self.spaces.idle() if not self.needs_space(space)]
+        for space in idle:
+            self.spaces.close(space)
+            self.counts["closed_spaces"] += 1
+        if idle:
+            self.eviction.close_queues({one.identity.tenant for one in self.spaces})
+        self.eviction.forget()
 
     def needs_space(self, space: PrefixTree) -> bool:
         """Whether pages, limits or jobs still refer to this empty space."""
