@@ -88,6 +88,8 @@ class Eviction:
         #: The next leaf of each queue that was asked, which no queue has until it is chosen, until
         #: another leaf comes to its queue, or the choice ends.
         self._next: dict[tuple[str, int], PrefixNode] = {}
+        #: Queues that have no leaf, until one comes, or the choice ends.
+        self._empty: set[tuple[str, int]] = set()
         #: Leaves of another queue that this choice has met.
         self._strays = 0
         self._looks = Looks()
@@ -204,6 +206,8 @@ class Eviction:
         if self.evictable(node):
             name, elsewhere = self._queue_name(node.space), self._is_elsewhere(node)
             for slot_bytes in classes(node):
+                if self._empty:
+                    self._empty.discard((name, slot_bytes))
                 if self._next and (rival := self._next.pop((name, slot_bytes), None)) is not None:
                     self.add_candidate(rival)  # the policy says which of them comes first
                 if elsewhere:
@@ -237,6 +241,7 @@ class Eviction:
             self._no_replica.clear()
             self._others_used.clear()
         self._took_over.clear()
+        self._empty.clear()
         self._strays = 0
         while self._next:
             self.add_candidate(self._next.popitem()[1])
@@ -253,6 +258,7 @@ class Eviction:
         assert not self._no_replica
         assert not self._others_used
         assert not self._took_over
+        assert not self._empty
         assert not self._next, "leaves that no queue has"
 
     def evictable(self, node: PrefixNode) -> bool:
@@ -290,8 +296,8 @@ class Eviction:
             self.add_candidate(chosen)
             return None
         for queue in queues:
-            if queue not in self._next and (node := self._pop(queue)) is not None:
-                self._next[queue] = node
+            if queue not in self._next and queue not in self._empty:
+                self._pop_next(queue)
         if self.behind and self._behind.hold_up(queues):
             return None  # of that one the next leaf is not known
         while True:
@@ -306,8 +312,14 @@ class Eviction:
             del self._next[first]
             if first[1] in classes(chosen) and self.evictable(chosen):
                 return chosen
-            if (node := self._pop(first)) is not None:  # that one has changed meanwhile
-                self._next[first] = node
+            self._pop_next(first)  # that one has changed meanwhile
+
+    def _pop_next(self, queue: tuple[str, int]) -> None:
+        """Note the next leaf of one of several queues, or that there is none."""
+        if (node := self._pop(queue)) is not None:
+            self._next[queue] = node
+        elif not self._behind.has_any([queue]):
+            self._empty.add(queue)
 
     def _is_spared(self, node: PrefixNode) -> bool:
         since_ns = self.spared_since_ns

@@ -7,6 +7,7 @@ import pytest
 from kvstore.node.awaited import room_is_coming
 from kvstore.protocol.page import PrefixKey
 from kvstore.state.choice.aside import BELOW_LOOKS, leaves_behind
+from kvstore.state.choice.policy import LeastRecent
 from kvstore.state.table.invariants import check
 from kvstore.state.tree.actions import PageStatus
 from kvstore.state.tree.node import PrefixNode
@@ -234,4 +235,48 @@ def test_sweeps_pass_what_was_continued_and_it_comes_again(policy, monkeypatch):
     for number in range(400):
         assert world.store(engine, space, chr(0x8000 + number)) == GRANTED
     assert world.store(engine, space, "z" * 1300)[-1:] == GRANTED
+    check(world.table)
+
+
+def test_a_queue_without_a_leaf_is_asked_once_for_all_pages_of_a_put(monkeypatch):
+    world = World(extents=2, slots_each=64)
+    engine = world.process()
+    space = world.space(engine)
+    for number in range(30):
+        model = identity(model=f"limited {number}")
+        [limited, _] = world.table.spaces.open(engine.session, model, [FULL])
+        world.table.quotas.set(limited, 1 << 40, 0, 1 << 40)
+    for number in range(128):
+        world.store(engine, space, chr(0x4E00 + number))
+    asked, pop = list[int](), LeastRecent.pop
+
+    def counted(line: LeastRecent, tick: int) -> PrefixNode | None:
+        asked.append(tick)
+        return pop(line, tick)
+
+    monkeypatch.setattr(LeastRecent, "pop", counted)
+
+    for name in "bc":
+        asked.clear()
+        assert set(world.store(engine, space, name * 40)) == set(GRANTED)
+        assert 30 < len(asked) < 30 + 60
+
+
+def test_a_leaf_that_comes_to_an_empty_queue_during_a_choice_is_seen():
+    world = World(extents=1, slots_each=64)
+    engine = world.process()
+    space = world.space(engine)
+    [limited, _] = world.table.spaces.open(engine.session, identity(model="limited"), [FULL])
+    world.table.quotas.set(limited, 1 << 40, 0, 1 << 40)
+    world.store(engine, limited, "a")
+    lease, _ = world.acquire(engine, limited, "a")
+    for name in "bc":
+        world.store(engine, space, name)
+    eviction, size = world.table.eviction, space.shards[0].slot_bytes
+
+    assert eviction.victim(space, size) is space.index[key("b")]
+    world.table.release(engine, lease)
+    assert eviction.victim(space, size) is limited.index[key("a")]
+    eviction.end_choice()
+    eviction.offer_all([space.index[key("b")], limited.index[key("a")]])
     check(world.table)
