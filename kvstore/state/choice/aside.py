@@ -28,6 +28,21 @@ class Passed:
         self.leaves: dict[PrefixNode, None] = {}
         self.until_ns = 0
 
+    def add(self, leaf: PrefixNode, grace_ns: int) -> None:
+        """Set a leaf aside, until so long after it was stored."""
+        ends_ns = leaf.stored_ns + grace_ns
+        self.until_ns = min(self.until_ns, ends_ns) if self.leaves else ends_ns
+        self.leaves[leaf] = None
+
+    def take(self, leaves: Iterable[PrefixNode], grace_ns: int) -> list[PrefixNode]:
+        """Take those of some leaves that were set aside, out of them."""
+        taken = [leaf for leaf in leaves if leaf in self.leaves]
+        for leaf in taken:
+            self.leaves.pop(leaf, None)
+        if self.leaves:
+            self.until_ns = min([leaf.stored_ns for leaf in self.leaves]) + grace_ns
+        return taken
+
 
 class QueuesBehind:
     """Queues where a choice has stopped at entries of dropped or pinned leaves, until a sweep."""

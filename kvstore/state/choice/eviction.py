@@ -11,6 +11,8 @@ from typing import Final
 
 from kvstore.protocol.page import PrefixKey
 from kvstore.state.choice.aside import BELOW_LOOKS, Passed, QueuesBehind, leaves_behind
+from kvstore.state.choice.classes import classes, is_held
+from kvstore.state.choice.former import forget_some, take_gone, take_over
 from kvstore.state.choice.policies import POLICIES, new_policy
 from kvstore.state.choice.policy import EvictionPolicy, LeastRecent, Looks, enter, leave
 from kvstore.state.choice.quotas import Quotas
@@ -38,10 +40,6 @@ stays."""
 TAKE_OVER_MAX: Final = 64
 """Maximum leaves that each choice moves to a new policy, so that no request waits for all of
 them."""
-FORGOTTEN_MAX: Final = 512
-"""Maximum things learnt by a replaced policy that are freed at a time: 0.1 ms."""
-FORGOTTEN_QUEUES: Final = 4
-"""Maximum replaced policies that are freed at a time."""
 
 
 class Eviction:
@@ -139,7 +137,7 @@ class Eviction:
             whether all are moved, and all is freed.
         """
         for name, queue in list(self._before.items()):
-            if self._take_over(name, queue, most):
+            if take_over(queue, self._queue(*name), self._tick, most):
                 return False
             self._replaced.append(self._before.pop(name))
         return self.forget()
@@ -149,25 +147,16 @@ class Eviction:
 
         A space that has, or had, limits is never closed.
         """
-        for table in (self._queues, self._before):
-            gone = [queue for queue in table if _is_gone(queue, tenants)]
-            self._replaced += [table.pop(queue) for queue in gone]
-        lines = [queue for queue in self._replicas if _is_gone(queue, tenants)]
-        self._replaced += [self._replicas.pop(queue) for queue in lines]
-        for queue in [queue for queue in self._passed if _is_gone(queue, tenants)]:
-            del self._passed[queue]
-        for queue in [queue for queue in self._graceless_until_ns if _is_gone(queue, tenants)]:
-            del self._graceless_until_ns[queue]
+        self._replaced += take_gone(self._queues, tenants)
+        self._replaced += take_gone(self._before, tenants)
+        lines = take_gone(self._replicas, tenants)
+        self._replaced += lines
+        take_gone(self._passed, tenants)
+        take_gone(self._graceless_until_ns, tenants)
 
     def forget(self) -> bool:
         """Free some of what former policies learnt; whether all is free."""
-        for _ in range(FORGOTTEN_QUEUES):
-            if not self._replaced:
-                break
-            if not self._replaced[-1].forget(FORGOTTEN_MAX):
-                return False
-            self._replaced.pop()
-        return not self._replaced
+        return forget_some(self._replaced)
 
     def stored(self, node: PrefixNode, keys: list[PrefixKey], slot_bytes: int, tick: int) -> None:
         """The pages of ``node``, with these keys, were stored; it may be split."""
@@ -429,12 +418,8 @@ class Eviction:
         if not self._has_grace(node) or self.now_ns < self._graceless_until_ns.get(queue, 0):
             return False
         assert queue[1] not in node.queued, ("it is still in the queue", node)
-        passed = self._passed.get(queue)
-        if passed is None:
-            passed = self._passed[queue] = Passed()
-        ends_ns = node.stored_ns + GRACE_NS
-        passed.until_ns = min(passed.until_ns, ends_ns) if passed.leaves else ends_ns
-        passed.leaves[node] = None
+        passed = self._passed.setdefault(queue, Passed())
+        passed.add(node, GRACE_NS)
         enter(node, queue[1])  # it comes again by itself
         if len(passed.leaves) == GRACE_LOOKS:
             gone = [leaf for leaf in passed.leaves if not is_live(leaf)]
@@ -465,7 +450,7 @@ class Eviction:
         before = self._before.get(queue)
         if before is None:
             return False
-        if self._take_over(queue, before, TAKE_OVER_MAX):
+        if take_over(before, self._queue(*queue), self._tick, TAKE_OVER_MAX):
             return True
         self._replaced.append(self._before.pop(queue))
         return False
@@ -483,16 +468,12 @@ class Eviction:
         """Return leaves that were skipped to their queue."""
         passed = self._passed[queue]
         assert passed.leaves
-        for leaf in leaves:
-            if leaf in passed.leaves:
-                del passed.leaves[leaf]
-                leave(leaf, queue[1])
-                if is_live(leaf):
-                    self.add_candidate(leaf)
+        for leaf in passed.take(leaves, GRACE_NS):
+            leave(leaf, queue[1])
+            if is_live(leaf):
+                self.add_candidate(leaf)
         if not passed.leaves:
             del self._passed[queue]
-        else:
-            passed.until_ns = min([leaf.stored_ns for leaf in passed.leaves]) + GRACE_NS
 
     def _is_elsewhere(self, node: PrefixNode) -> bool:
         """Whether the node is a replica, and its source probably still has it."""
@@ -501,18 +482,6 @@ class Eviction:
     def _has_grace(self, node: PrefixNode) -> bool:
         young = 0 < self.now_ns - node.stored_ns < GRACE_NS
         return young and not node.uses and not node.replica
-
-    def _take_over(self, name: tuple[str, int], before: EvictionPolicy, most: int) -> bool:
-        """Move leaves to the current policy's queue; False if none was left."""
-        for _ in range(most):
-            node = before.pop(self._tick)
-            if node is None:
-                if not before.behind:
-                    return False
-                before.sweep(most)
-                return True
-            self._queue(*name).add_candidate(node, self._tick)
-        return True
 
     def _replica_line(self, name: str, slot_bytes: int) -> LeastRecent:
         line = self._replicas.get((name, slot_bytes))
@@ -526,20 +495,3 @@ class Eviction:
             policy = POLICIES[self.policy]
             queue = self._queues[name, slot_bytes] = policy(slot_bytes, self._looks)
         return queue
-
-
-def _is_gone(queue: tuple[str, int], tenants: set[str]) -> bool:
-    name = queue[0]
-    return name not in tenants and not name.startswith("\0")
-
-
-def is_held(node: PrefixNode) -> bool:
-    """Whether an operator's pin keeps the node's pages in memory; on disk, until they are there."""
-    return node.memory_pins > 0 or (node.disk_pins > 0 and node.memory & ~node.on_disk > 0)
-
-
-def classes(node: PrefixNode) -> list[int]:
-    """The slot sizes of the node's pages, each once."""
-    shards = node.space.shards
-    found = [shards[shard].slot_bytes for shard in node.slot_columns]
-    return found if len(found) < 2 else sorted(set(found))

@@ -11,7 +11,8 @@ from itertools import islice
 from typing import Final
 
 from kvstore.protocol.page import KEY_BYTES, PrefixKey
-from kvstore.state.choice.eviction import Eviction, classes
+from kvstore.state.choice.classes import classes
+from kvstore.state.choice.eviction import Eviction
 from kvstore.state.choice.ghosts import Ghosts
 from kvstore.state.choice.policy import enter, leave
 from kvstore.state.choice.quotas import Pins
