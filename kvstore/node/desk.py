@@ -252,7 +252,8 @@ class Desk:
                 self.self_check.run()
         finally:
             self._flushing = False
-        if self.node.unfinished and self._soon is not None and not self._going_on:
+        unfinished = self.node.unfinished or self.node.pages.disk.unfinished  # by this flush
+        if unfinished and self._soon is not None and not self._going_on:
             self._going_on = True
             self._soon(self._later)
 

@@ -158,6 +158,29 @@ def test_what_one_turn_cannot_end_goes_on_in_the_next_and_is_asked_for_once(
     assert turns == [1, 1, 1]
 
 
+def test_it_goes_on_with_what_a_flush_has_left(desk, later, monkeypatch):
+    disk = desk.node.pages.disk
+    monkeypatch.setattr(desk.disk, "flush", lambda: setattr(disk, "unfinished", True))
+
+    desk.flush()
+
+    assert not desk.node.unfinished
+    assert len(later) == 1
+
+
+def test_requests_try_again_once_a_space_is_behind_no_more(desk, monkeypatch):
+    noted, node = [], desk.node
+    monkeypatch.setattr(type(node.waiting), "note_room", lambda _: noted.append(1))
+    node.go_on(1)
+    assert not noted
+    node.pages.disk._passed = True
+
+    node.go_on(1)
+    node.go_on(1)
+
+    assert noted == [1]
+
+
 def test_without_later_turns_it_goes_on_at_once(desk, monkeypatch):
     turns = []
 

@@ -11,6 +11,8 @@ from typing import Final
 
 from kvstore.protocol.page import PrefixKey
 from kvstore.state.choice.aside import BELOW_LOOKS, Passed, QueuesBehind, leaves_behind
+from kvstore.state.choice.classes import classes, is_held
+from kvstore.state.choice.former import forget_some, take_gone, take_over
 from kvstore.state.choice.policies import POLICIES, new_policy
 from kvstore.state.choice.policy import EvictionPolicy, LeastRecent, Looks, enter, leave
 from kvstore.state.choice.quotas import Quotas
@@ -38,8 +40,6 @@ stays."""
 TAKE_OVER_MAX: Final = 64
 """Maximum leaves that each choice moves to a new policy, so that no request waits for all of
 them."""
-FORGOTTEN_MAX: Final = 512
-"""Maximum things learnt by a replaced policy that are freed at a time: 0.1 ms."""
 
 
 class Eviction:
@@ -65,7 +65,7 @@ class Eviction:
         self._queues: dict[tuple[str, int], EvictionPolicy] = {}
         #: Queues of the policy before, as far as they are not taken over yet.
         self._before: dict[tuple[str, int], EvictionPolicy] = {}
-        #: Queues of replaced policies that have no leaf left, but what they learnt.
+        #: Queues of replaced policies, or of tenants that are gone: no leaf, but what they learnt.
         self._replaced: list[EvictionPolicy] = []
         #: Leaves that were passed over, by queue: no choice looks at them again meanwhile.
         self._passed: dict[tuple[str, int], Passed] = {}
@@ -86,6 +86,8 @@ class Eviction:
         #: The next leaf of each queue that was asked, which no queue has until it is chosen, until
         #: another leaf comes to its queue, or the choice ends.
         self._next: dict[tuple[str, int], PrefixNode] = {}
+        #: Queues that have no leaf, until one comes, or the choice ends.
+        self._empty: set[tuple[str, int]] = set()
         #: Leaves of another queue that this choice has met.
         self._strays = 0
         self._looks = Looks()
@@ -135,10 +137,26 @@ class Eviction:
             whether all are moved, and all is freed.
         """
         for name, queue in list(self._before.items()):
-            if self._take_over(name, queue, most):
+            if take_over(queue, self._queue(*name), self._tick, most):
                 return False
             self._replaced.append(self._before.pop(name))
-        return self._forget()
+        return self.forget()
+
+    def close_queues(self, tenants: set[str]) -> None:
+        """Close the queues of all tenants but these; they have no space, so no page, any more.
+
+        A space that has, or had, limits is never closed.
+        """
+        self._replaced += take_gone(self._queues, tenants)
+        self._replaced += take_gone(self._before, tenants)
+        lines = take_gone(self._replicas, tenants)
+        self._replaced += lines
+        take_gone(self._passed, tenants)
+        take_gone(self._graceless_until_ns, tenants)
+
+    def forget(self) -> bool:
+        """Free some of what former policies learnt; whether all is free."""
+        return forget_some(self._replaced)
 
     def stored(self, node: PrefixNode, keys: list[PrefixKey], slot_bytes: int, tick: int) -> None:
         """The pages of ``node``, with these keys, were stored; it may be split."""
@@ -177,6 +195,8 @@ class Eviction:
         if self.evictable(node):
             name, elsewhere = self._queue_name(node.space), self._is_elsewhere(node)
             for slot_bytes in classes(node):
+                if self._empty:
+                    self._empty.discard((name, slot_bytes))
                 if self._next and (rival := self._next.pop((name, slot_bytes), None)) is not None:
                     self.add_candidate(rival)  # the policy says which of them comes first
                 if elsewhere:
@@ -193,10 +213,11 @@ class Eviction:
 
     def victim(self, space: PrefixTree, slot_bytes: int) -> PrefixNode | None:
         """The leaf to evict for ``space`` and slot size; call :meth:`end_choice` after all."""
-        if not self.quotas.limited:
-            return self._oldest([(space.identity.tenant, slot_bytes)])
-        names = [self._queue_name(one) for one in self.quotas.payers(space, slot_bytes)]
-        return self._oldest([(name, slot_bytes) for name in (space.identity.tenant, *names)])
+        return self._oldest(self._payers(space, slot_bytes))
+
+    def is_behind(self, space: PrefixTree, slot_bytes: int) -> bool:
+        """Whether a choice for ``space`` may have found no victim though there is one."""
+        return self.behind and self._behind.has_any(self._payers(space, slot_bytes))
 
     def own_victim(self, space: PrefixTree) -> PrefixNode | None:
         """The leaf of a limited space to evict; call :meth:`end_choice` after all."""
@@ -209,11 +230,12 @@ class Eviction:
             self._no_replica.clear()
             self._others_used.clear()
         self._took_over.clear()
+        self._empty.clear()
         self._strays = 0
         while self._next:
             self.add_candidate(self._next.popitem()[1])
         if self._replaced:
-            self._forget()
+            self.forget()
 
     def check_turn(self, now_ns: int) -> None:
         """Assert that every choice was ended, and that skipped leaves return to their queues."""
@@ -225,6 +247,7 @@ class Eviction:
         assert not self._no_replica
         assert not self._others_used
         assert not self._took_over
+        assert not self._empty
         assert not self._next, "leaves that no queue has"
 
     def evictable(self, node: PrefixNode) -> bool:
@@ -241,6 +264,13 @@ class Eviction:
                 return False
         return True
 
+    def _payers(self, space: PrefixTree, slot_bytes: int) -> list[tuple[str, int]]:
+        """The queues of the leaves that may be evicted for ``space`` and slot size."""
+        if not self.quotas.limited:
+            return [(space.identity.tenant, slot_bytes)]
+        names = [self._queue_name(one) for one in self.quotas.payers(space, slot_bytes)]
+        return [(name, slot_bytes) for name in (space.identity.tenant, *names)]
+
     def _queue_name(self, space: PrefixTree) -> str:
         """The name of a space's queues: its tenant's, unless the space is limited."""
         limited = space.number in self.quotas.limited
@@ -255,8 +285,8 @@ class Eviction:
             self.add_candidate(chosen)
             return None
         for queue in queues:
-            if queue not in self._next and (node := self._pop(queue)) is not None:
-                self._next[queue] = node
+            if queue not in self._next and queue not in self._empty:
+                self._pop_next(queue)
         if self.behind and self._behind.hold_up(queues):
             return None  # of that one the next leaf is not known
         while True:
@@ -271,8 +301,14 @@ class Eviction:
             del self._next[first]
             if first[1] in classes(chosen) and self.evictable(chosen):
                 return chosen
-            if (node := self._pop(first)) is not None:  # that one has changed meanwhile
-                self._next[first] = node
+            self._pop_next(first)  # that one has changed meanwhile
+
+    def _pop_next(self, queue: tuple[str, int]) -> None:
+        """Note the next leaf of one of several queues, or that there is none."""
+        if (node := self._pop(queue)) is not None:
+            self._next[queue] = node
+        elif not self._behind.has_any([queue]):
+            self._empty.add(queue)
 
     def _is_spared(self, node: PrefixNode) -> bool:
         since_ns = self.spared_since_ns
@@ -286,8 +322,8 @@ class Eviction:
         if replica is not None:
             if queue not in self._others_used:
                 other = self._pop_other(queue)
-                if other is None:
-                    return replica
+                if other is None or other is replica:
+                    return replica  # it may be behind leaves that were continued, too
                 self._others_used[queue] = other.access
                 self.add_candidate(other)
             unused = self._tick - replica.access
@@ -301,14 +337,21 @@ class Eviction:
     def _pop_replica(self, queue: tuple[str, int]) -> PrefixNode | None:
         """The replica of a queue that was unused for longest."""
         name, slot_bytes = queue
-        line = self._replicas.get(queue)
-        while line is not None and self._strays < TAKE_OVER_MAX:
+        line, looked = self._replicas.get(queue), 0
+        while line is not None and len(line) > 0:
+            if self._strays >= TAKE_OVER_MAX:
+                self._stop_at(queue)
+                return None
             node = line.pop(self._tick)
             if node is None:
                 if line.behind:
                     self._stop_at(queue)
                 return None
             if not (slot_bytes in classes(node) and self.evictable(node)):
+                looked += 1
+                if not self._looks.take(self._tick, looked):
+                    self._stop_at(queue)
+                    return None
                 continue
             if self._is_elsewhere(node) and self._queue_name(node.space) == name:
                 return node
@@ -336,7 +379,8 @@ class Eviction:
                 self.add_candidate(node)  # its space has limits now, so queues of its own
                 self._strays += 1
                 if self._strays >= TAKE_OVER_MAX:
-                    return None  # of many that follow it nobody is to wait for all
+                    self._stop_at(queue)  # of many that follow it nobody is to wait for all
+                    return None
             elif not (slot_bytes in classes(node) and self.evictable(node)):
                 looked += 1
                 if len(continued) < BELOW_LOOKS:
@@ -352,7 +396,7 @@ class Eviction:
         return None
 
     def _stop_at(self, queue: tuple[str, int]) -> None:
-        """A choice stops at entries of dropped or pinned leaves."""
+        """A choice stops at entries of dropped or pinned leaves, or of those of another queue."""
         self.behind = True
         self._behind.add(queue)
 
@@ -374,12 +418,8 @@ class Eviction:
         if not self._has_grace(node) or self.now_ns < self._graceless_until_ns.get(queue, 0):
             return False
         assert queue[1] not in node.queued, ("it is still in the queue", node)
-        passed = self._passed.get(queue)
-        if passed is None:
-            passed = self._passed[queue] = Passed()
-        ends_ns = node.stored_ns + GRACE_NS
-        passed.until_ns = min(passed.until_ns, ends_ns) if passed.leaves else ends_ns
-        passed.leaves[node] = None
+        passed = self._passed.setdefault(queue, Passed())
+        passed.add(node, GRACE_NS)
         enter(node, queue[1])  # it comes again by itself
         if len(passed.leaves) == GRACE_LOOKS:
             gone = [leaf for leaf in passed.leaves if not is_live(leaf)]
@@ -410,7 +450,7 @@ class Eviction:
         before = self._before.get(queue)
         if before is None:
             return False
-        if self._take_over(queue, before, TAKE_OVER_MAX):
+        if take_over(before, self._queue(*queue), self._tick, TAKE_OVER_MAX):
             return True
         self._replaced.append(self._before.pop(queue))
         return False
@@ -428,16 +468,12 @@ class Eviction:
         """Return leaves that were skipped to their queue."""
         passed = self._passed[queue]
         assert passed.leaves
-        for leaf in leaves:
-            if leaf in passed.leaves:
-                del passed.leaves[leaf]
-                leave(leaf, queue[1])
-                if is_live(leaf):
-                    self.add_candidate(leaf)
+        for leaf in passed.take(leaves, GRACE_NS):
+            leave(leaf, queue[1])
+            if is_live(leaf):
+                self.add_candidate(leaf)
         if not passed.leaves:
             del self._passed[queue]
-        else:
-            passed.until_ns = min([leaf.stored_ns for leaf in passed.leaves]) + GRACE_NS
 
     def _is_elsewhere(self, node: PrefixNode) -> bool:
         """Whether the node is a replica, and its source probably still has it."""
@@ -446,24 +482,6 @@ class Eviction:
     def _has_grace(self, node: PrefixNode) -> bool:
         young = 0 < self.now_ns - node.stored_ns < GRACE_NS
         return young and not node.uses and not node.replica
-
-    def _take_over(self, name: tuple[str, int], before: EvictionPolicy, most: int) -> bool:
-        """Move leaves to the current policy's queue; False if none was left."""
-        for _ in range(most):
-            node = before.pop(self._tick)
-            if node is None:
-                if not before.behind:
-                    return False
-                before.sweep(most)
-                return True
-            self._queue(*name).add_candidate(node, self._tick)
-        return True
-
-    def _forget(self) -> bool:
-        """Free some of what replaced policies learnt; whether all is free."""
-        while self._replaced and self._replaced[-1].forget(FORGOTTEN_MAX):
-            self._replaced.pop()
-        return not self._replaced
 
     def _replica_line(self, name: str, slot_bytes: int) -> LeastRecent:
         line = self._replicas.get((name, slot_bytes))
@@ -477,15 +495,3 @@ class Eviction:
             policy = POLICIES[self.policy]
             queue = self._queues[name, slot_bytes] = policy(slot_bytes, self._looks)
         return queue
-
-
-def is_held(node: PrefixNode) -> bool:
-    """Whether an operator's pin keeps the node's pages in memory; on disk, until they are there."""
-    return node.memory_pins > 0 or (node.disk_pins > 0 and node.memory & ~node.on_disk > 0)
-
-
-def classes(node: PrefixNode) -> list[int]:
-    """The slot sizes of the node's pages, each once."""
-    shards = node.space.shards
-    found = [shards[shard].slot_bytes for shard in node.slot_columns]
-    return found if len(found) < 2 else sorted(set(found))

@@ -5,7 +5,7 @@ from heapq import heappop, heappush
 from typing import Final
 
 from kvstore.protocol.page import PrefixKey
-from kvstore.state.choice.policy import GONE_MAX, MOVES_MAX, Looks, enter, leave
+from kvstore.state.choice.policy import GONE_MAX, MOVES_MAX, Looks, enter, is_leaf, leave
 from kvstore.state.choice.reuse import Kind, LearnedReuse
 from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.nodeheap import NodeHeap
@@ -96,17 +96,22 @@ class HighestReuse:
         return best
 
     def sweep(self, most: int) -> int:
-        """Remove first entries of dropped leaves."""
+        """Remove first entries of what is no leaf."""
         for swept in range(most):
             leaves = self._first_cell()
-            if leaves is None or is_live(leaves.first()[-1]):
+            if leaves is None or is_leaf(leaves.first()[-1]):
                 self.behind = False
                 return swept
             leave(leaves.pop()[-1], self._slot_bytes)
         return most
 
     def forget(self, most: int) -> bool:
-        """Let go of what was observed."""
+        """Let go of entries of dropped leaves, then of what was observed."""
+        for cell, leaves in self._cells.items():
+            leaves.discard(most)
+            if not leaves:
+                del self._cells[cell]
+            return False
         return self._reuse.forget(most)
 
     def _first_cell(self) -> NodeHeap | None:
@@ -128,7 +133,7 @@ class HighestReuse:
         """Let the node stand in the cell where it belongs now; returns the rank of that cell."""
         first = self._cells.get(self._order[0][1]) if self._order else None
         for _ in range(GONE_MAX):
-            if first and (not is_live(of := first.first()[-1]) or of.children_in_memory):
+            if first and not is_leaf(of := first.first()[-1]):
                 first.pop()
                 leave(of, self._slot_bytes)
         self._sequence += 1
@@ -187,7 +192,7 @@ class HighestReuse:
             if leaves and leaves.first()[0] + self._reuse.upper_edge(cell[1]) <= tick:
                 entry = leaves.pop()
                 access, _, node = entry
-                if not is_live(node) or node.children_in_memory:
+                if not is_leaf(node):
                     leave(node, self._slot_bytes)  # offered again as a leaf
                 elif node.access == access:
                     age_bin = self._reuse.bin_of(tick - access)

@@ -22,8 +22,9 @@ GONE_MAX: Final = 2
 """First entries of a heap, or of the cell whose turn is next, of leaves that have gone otherwise or
 are leaves no more, that go with each that comes: so that no choice has to pass many at once."""
 LOOKS_MAX = 64
-"""Entries of leaves that have changed since that all choices of one tick pass over at most, beside
-:data:`MOVES_MAX` of each choice: in a heap of a million, whose memory is cold, 10 us each."""
+"""Entries of leaves that have changed since that all choices of one tick pass over at most, and as
+many of leaves that are still there beside them, of which each choice passes :data:`MOVES_MAX`: in a
+heap of a million, whose memory is cold, 10 us each."""
 
 
 @dataclass(slots=True, eq=False)
@@ -32,7 +33,7 @@ class Looks:
 
     Attributes:
         tick: the tick of the last choice.
-        left: how many.
+        left: how many; below zero, how many beyond the limit were asked for.
     """
 
     tick: int = -1
@@ -46,7 +47,7 @@ class Looks:
         if tick != self.tick:
             self.tick, self.left = tick, LOOKS_MAX
         self.left -= 1
-        return self.left >= 0 or 0 < looked <= MOVES_MAX
+        return self.left >= 0 or (0 < looked <= MOVES_MAX and self.left >= -LOOKS_MAX)
 
 
 class EvictionPolicy(Protocol):
@@ -81,14 +82,15 @@ class EvictionPolicy(Protocol):
         ...
 
     def sweep(self, most: int) -> int:
-        """Remove up to ``most`` first entries of dropped leaves, and return how many.
+        """Remove up to ``most`` first entries of dropped or continued leaves; returns how many.
 
-        It resets ``behind`` when the first entry is no longer one of those.
+        It resets ``behind`` when the first entry is no longer one of those. What was continued is
+        offered again when it is a leaf.
         """
         ...
 
     def forget(self, most: int) -> bool:
-        """Let go of up to ``most`` things that were learnt; whether none is left.
+        """Let go of about ``most`` things that were learnt, and entries; whether none is left.
 
         Nothing else is asked of it from then on. All at once is too much for one turn.
         """
@@ -152,17 +154,18 @@ class LeastRecent:
         return best
 
     def sweep(self, most: int) -> int:
-        """Remove first entries of dropped leaves."""
+        """Remove first entries of what is no leaf."""
         for swept in range(most):
-            if not self._heap or is_live(self._heap.first()[-1]):
+            if not self._heap or is_leaf(self._heap.first()[-1]):
                 self.behind = False
                 return swept
             leave(self._heap.pop()[-1], self._slot_bytes)
         return most
 
-    def forget(self, most: int) -> bool:  # noqa: ARG002
-        """Nothing was learnt."""
-        return True
+    def forget(self, most: int) -> bool:
+        """Let go of entries of dropped leaves; nothing was learnt."""
+        self._heap.discard(most)
+        return not self._heap
 
     def _rank(self, node: PrefixNode) -> tuple[int, int]:
         return 0, node.access
@@ -178,7 +181,7 @@ class LeastRecent:
         for _ in range(min(GONE_MAX, len(self._heap))):
             entry = self._heap.first()
             node: PrefixNode = entry[-1]
-            if not is_live(node) or node.children_in_memory:
+            if not is_leaf(node):
                 self._heap.pop()
                 leave(node, self._slot_bytes)
             elif self._has_grown(entry):
@@ -221,7 +224,7 @@ class FrequencySketch(LeastRecent):
         """Let go of counts."""
         for _ in range(min(most, len(self._counts))):
             self._counts.popitem()
-        return not self._counts
+        return super().forget(most) and not self._counts
 
     def _rank(self, node: PrefixNode) -> tuple[int, int]:
         return self._counts.get(node.key, 0) + node.uses, node.access
@@ -303,22 +306,30 @@ class SmallAndMain:
         return None
 
     def sweep(self, most: int) -> int:
-        """Remove first entries of dropped leaves."""
+        """Remove first entries of what is no leaf."""
+        node: PrefixNode
         for swept in range(most):
-            line = self._main if self._is_mains_turn() else self._small
-            if not line or is_live(line.first()[-1]):
+            main = self._is_mains_turn()
+            line = self._main if main else self._small
+            if not line or is_leaf(line.first()[-1]):
                 self.behind = False
                 return swept
-            leave(line.popleft()[-1], self._slot_bytes)
+            paid, node = line.popleft()
+            leave(node, self._slot_bytes)
+            if is_live(node):
+                self._keep_place(node, main, paid)
         return most
 
     def forget(self, most: int) -> bool:
-        """Let go of places, and of keys that went."""
+        """Let go of places, of keys that went, and of entries of dropped leaves."""
         for _ in range(min(most, len(self._places))):
             self._places.popitem()
         for _ in range(min(most, len(self._gone))):
             self._gone.popitem()
-        return not self._places and not self._gone
+        for line in (self._small, self._main):
+            for _ in range(min(most, len(line))):
+                line.popleft()
+        return not (self._places or self._gone or self._small or self._main)
 
     def _is_mains_turn(self) -> bool:
         small, main = len(self._small), len(self._main)
@@ -342,6 +353,11 @@ class SmallAndMain:
         self._places[node] = main, paid
         if len(self._places) > HISTORY_MAX:
             self._places.popitem(last=False)
+
+
+def is_leaf(node: PrefixNode) -> bool:
+    """Whether the node is still there, and no page in memory continues it."""
+    return not node.children_in_memory and is_live(node)
 
 
 def enter(node: PrefixNode, slot_bytes: int) -> bool:

@@ -101,6 +101,8 @@ class DiskPages:
         self._sync_failed = False
         self._now_ns = self._retry_ns = 0
         self.unfinished = False
+        #: See :meth:`take_passed`.
+        self._passed = False
         #: Pages of which :meth:`before_eviction` began to write since the last :meth:`go_on`; and
         #: the message, by its tick, for which it looked for a place in vain.
         self._evicted, self._in_vain = 0, -1
@@ -439,8 +441,10 @@ class DiskPages:
     def go_on(self) -> None:
         """Write and sync waiting pages, as far as possible now."""
         self._evicted = 0
-        if self.limits.go_on():
+        passed = self.limits.go_on()
+        if passed:
             self.persists.job_ended()
+            self._passed = True
         self.persists.end_some()
         if not self.degraded:
             self.graves.write()
@@ -453,7 +457,12 @@ class DiskPages:
         self.persists.end_some()
         self._reclaimer.go_on_choosing(self._memory.moment.tick)
         self.unfinished |= bool(self._syncs.ended) or self._reclaimer.choosing
-        self.unfinished |= self.limits.free_some() or self.limits.behind
+        self.unfinished |= self.limits.free_some() or self.limits.behind or passed
+
+    def take_passed(self) -> bool:
+        """Whether a space is behind no more since this was last asked: it may have room."""
+        passed, self._passed = self._passed, False
+        return passed
 
     def advance(self, now_ns: int) -> None:
         """Advance the clock to ``now_ns``; :meth:`go_on` then syncs and writes what is due."""

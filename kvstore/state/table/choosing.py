@@ -8,7 +8,7 @@ where the next choice depends on what becomes of this one; then another is made.
 from collections import Counter
 from typing import Final
 
-from kvstore.state.choice.eviction import classes
+from kvstore.state.choice.classes import classes
 from kvstore.state.table.draining import bytes_of_a_page
 from kvstore.state.table.residents import Residents
 from kvstore.state.tree.node import PrefixNode
@@ -168,7 +168,7 @@ class RoomChooser:
         before that. Its runs stay runs: one is split only behind the pages that go.
         """
         disk, writes_left, plan = self._held.disk, SPILL_WRITES, RoomPlan(None)
-        if self._held.eviction.behind:
+        if self._held.eviction.is_behind(wanted.space, wanted.slot_bytes):
             return plan  # there is a leaf, but not in this turn
         for run in reversed(_runs_before(wanted.head)):
             if wanted.slot_bytes not in classes(run) or not self._held.eviction.releasable(run):
@@ -187,7 +187,7 @@ class RoomChooser:
     def _is_other_colder(self, space: PrefixTree, slot_bytes: int, own: PrefixNode | None) -> bool:
         """Whether an extent of another class gives room, in the place of a victim of this one."""
         draining, held = self._held.draining, self._held
-        if held.eviction.spared_since_ns or held.eviction.behind:
+        if held.eviction.spared_since_ns or held.eviction.is_behind(space, slot_bytes):
             return False
         if draining.now is not None:
             return draining.serves(space, slot_bytes)

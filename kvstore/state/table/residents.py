@@ -11,7 +11,8 @@ from itertools import islice
 from typing import Final
 
 from kvstore.protocol.page import KEY_BYTES, PrefixKey
-from kvstore.state.choice.eviction import Eviction, classes
+from kvstore.state.choice.classes import classes
+from kvstore.state.choice.eviction import Eviction
 from kvstore.state.choice.ghosts import Ghosts
 from kvstore.state.choice.policy import enter, leave
 from kvstore.state.choice.quotas import Pins
@@ -466,10 +467,13 @@ class Residents:
 
     def close_idle_spaces(self) -> None:
         """If there are nearly too many spaces or shards, close spaces that nothing refers to."""
-        for space in self.spaces.idle():
-            if not self.needs_space(space):
-                self.spaces.close(space)
-                self.counts["closed_spaces"] += 1
+        idle = [space for space in self.spaces.idle() if not self.needs_space(space)]
+        for space in idle:
+            self.spaces.close(space)
+            self.counts["closed_spaces"] += 1
+        if idle:
+            self.eviction.close_queues({one.identity.tenant for one in self.spaces})
+        self.eviction.forget()
 
     def needs_space(self, space: PrefixTree) -> bool:
         """Whether pages, limits or jobs still refer to this empty space."""

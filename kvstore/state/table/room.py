@@ -207,7 +207,7 @@ class Room:
         if draining.is_half_used(space, slot_bytes):
             eviction.now_ns, draining.tick = moment.now_ns, moment.tick
             own = eviction.victim(space, slot_bytes)
-            if not eviction.behind:
+            if not eviction.is_behind(space, slot_bytes):
                 draining.begin(space, slot_bytes, own, moment.now_ns)
             if own is not None:
                 self._held.add_candidate(own)

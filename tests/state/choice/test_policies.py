@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from bench.policy import SLOT_BYTES, Furthest, Simulation, simulate
 from kvstore.protocol.errors import InvalidArgument
 from kvstore.protocol.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
-from kvstore.state.choice.eviction import FORGOTTEN_MAX
+from kvstore.state.choice.former import FORGOTTEN_MAX
 from kvstore.state.choice.highest_reuse import COST_MAX, MOVES_TICK_MAX, HighestReuse
 from kvstore.state.choice.policies import POLICIES, new_policy
 from kvstore.state.choice.policy import MOVES_MAX, EvictionPolicy, LeastRecent

@@ -74,12 +74,16 @@ def test_a_durable_put_waits_while_leaves_that_have_changed_are_passed(monkeypat
     with pytest.raises(CapacityError):
         world.persist("x")
     assert world.disk.busy, "its request waits"
+    world.disk.take_passed()
     turns = 0
     while world.disk.busy:
         assert world.disk.unfinished
+        assert not world.disk.take_passed()
         world.disk.go_on()
         turns += 1
         assert turns < 20
+    assert world.disk.unfinished, "its request would wait for the next tick"
+    assert world.disk.take_passed()
     durable = world.persist("x")
     world.end_all()
 
