@@ -242,18 +242,14 @@ class Desk:
         self._flushing = True
         try:
             self._carry_out()
-            while (
-                self.node.outbox
-                or self._goes_on_now()
-                or (self.peers is not None and self._has_peer_jobs())
-            ):
+            while self.node.outbox or self._goes_on_now() or (self.peers and self._has_peer_jobs()):
                 self._carry_out()
             if self._check_every_step:
                 self.self_check.run()
         finally:
             self._flushing = False
-        unfinished = self.node.unfinished or self.node.pages.disk.unfinished  # by this flush
-        if unfinished and self._soon is not None and not self._going_on:
+        more = self.node.unfinished or self.node.pages.disk.unfinished  # by this flush
+        if more and self._soon is not None and not self._going_on:
             self._going_on = True
             self._soon(self._later)
 

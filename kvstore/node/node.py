@@ -244,9 +244,8 @@ class Node:
         drained = self.pages.draining.now
         self.pages.room.drain(SWEEP_STEPS)
         offered = self.pages.residents.offer_more(SWEEP_STEPS)
-        offered += self.pages.eviction.sweep(SWEEP_STEPS)
-        passed = self.pages.disk.take_passed()
-        if offered or passed or self.pages.draining.now is not drained:
+        offered += self.pages.eviction.sweep(SWEEP_STEPS) + self.pages.disk.take_passed()
+        if offered or self.pages.draining.now is not drained:
             self.waiting.note_room()
         self.pages.room.load_more()
         self.pages.ahead.make_room()

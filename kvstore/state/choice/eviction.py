@@ -11,10 +11,17 @@ from typing import Final
 
 from kvstore.protocol.page import PrefixKey
 from kvstore.state.choice.aside import BELOW_LOOKS, Passed, QueuesBehind, leaves_behind
-from kvstore.state.choice.classes import classes, is_held
 from kvstore.state.choice.former import forget_some, take_gone, take_over
 from kvstore.state.choice.policies import POLICIES, new_policy
-from kvstore.state.choice.policy import EvictionPolicy, LeastRecent, Looks, enter, leave
+from kvstore.state.choice.policy import (
+    EvictionPolicy,
+    LeastRecent,
+    Looks,
+    classes,
+    enter,
+    is_held,
+    leave,
+)
 from kvstore.state.choice.quotas import Quotas
 from kvstore.state.choice.sources import Sources
 from kvstore.state.tree.columns import last_slot

@@ -8,7 +8,7 @@ where the next choice depends on what becomes of this one; then another is made.
 from collections import Counter
 from typing import Final
 
-from kvstore.state.choice.classes import classes
+from kvstore.state.choice.policy import classes
 from kvstore.state.table.draining import bytes_of_a_page
 from kvstore.state.table.residents import Residents
 from kvstore.state.tree.node import PrefixNode

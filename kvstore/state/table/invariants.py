@@ -10,7 +10,7 @@ changes for that.
 from collections.abc import Iterator
 from typing import Final
 
-from kvstore.state.choice.classes import classes
+from kvstore.state.choice.policy import classes
 from kvstore.state.disk.pages import DiskPages
 from kvstore.state.table.pages import PageTable
 from kvstore.state.tree.columns import SLOT_COLUMN, unpack_places

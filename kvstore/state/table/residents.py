@@ -11,10 +11,9 @@ from itertools import islice
 from typing import Final
 
 from kvstore.protocol.page import KEY_BYTES, PrefixKey
-from kvstore.state.choice.classes import classes
 from kvstore.state.choice.eviction import Eviction
 from kvstore.state.choice.ghosts import Ghosts
-from kvstore.state.choice.policy import enter, leave
+from kvstore.state.choice.policy import classes, enter, leave
 from kvstore.state.choice.quotas import Pins
 from kvstore.state.disk.graves import BURIED
 from kvstore.state.disk.jobs import EVICT, FULL, Verdict
