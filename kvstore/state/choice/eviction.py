@@ -13,15 +13,7 @@ from kvstore.protocol.page import PrefixKey
 from kvstore.state.choice.aside import BELOW_LOOKS, Passed, QueuesBehind, leaves_behind
 from kvstore.state.choice.former import forget_some, take_gone, take_over
 from kvstore.state.choice.policies import POLICIES, new_policy
-from kvstore.state.choice.policy import (
-    EvictionPolicy,
-    LeastRecent,
-    Looks,
-    classes,
-    enter,
-    is_held,
-    leave,
-)
+from kvstore.state.choice.policy import EvictionPolicy, LeastRecent, Looks, classes, enter, leave
 from kvstore.state.choice.quotas import Quotas
 from kvstore.state.choice.sources import Sources
 from kvstore.state.tree.columns import last_slot
@@ -233,9 +225,8 @@ class Eviction:
 
     def end_choice(self) -> None:
         """End the choices of one message."""
-        if self.has_replicas:
-            self._no_replica.clear()
-            self._others_used.clear()
+        self._no_replica.clear()
+        self._others_used.clear()
         self._took_over.clear()
         self._empty.clear()
         self._strays = 0
@@ -280,8 +271,7 @@ class Eviction:
 
     def _queue_name(self, space: PrefixTree) -> str:
         """The name of a space's queues: its tenant's, unless the space is limited."""
-        limited = space.number in self.quotas.limited
-        return f"\0{space.label}" if limited else space.identity.tenant
+        return f"\0{space.label}" if space.number in self.quotas.limited else space.identity.tenant
 
     def _oldest(self, queues: list[tuple[str, int]]) -> PrefixNode | None:
         """The longest unused one of the next leaves of several queues."""
@@ -318,8 +308,7 @@ class Eviction:
             self._empty.add(queue)
 
     def _is_spared(self, node: PrefixNode) -> bool:
-        since_ns = self.spared_since_ns
-        return since_ns > 0 and max(node.used_ns, node.stored_ns) >= since_ns
+        return 0 < self.spared_since_ns <= max(node.used_ns, node.stored_ns)
 
     def _pop(self, queue: tuple[str, int]) -> PrefixNode | None:
         """The next evictable leaf of a queue, a replica or not."""
@@ -502,3 +491,8 @@ class Eviction:
             policy = POLICIES[self.policy]
             queue = self._queues[name, slot_bytes] = policy(slot_bytes, self._looks)
         return queue
+
+
+def is_held(node: PrefixNode) -> bool:
+    """Whether an operator's pin keeps the node's pages in memory; on disk, until they are there."""
+    return node.memory_pins > 0 or (node.disk_pins > 0 and node.memory & ~node.on_disk > 0)

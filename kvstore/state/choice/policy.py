@@ -355,11 +355,6 @@ class SmallAndMain:
             self._places.popitem(last=False)
 
 
-def is_held(node: PrefixNode) -> bool:
-    """Whether an operator's pin keeps the node's pages in memory; on disk, until they are there."""
-    return node.memory_pins > 0 or (node.disk_pins > 0 and node.memory & ~node.on_disk > 0)
-
-
 def classes(node: PrefixNode) -> list[int]:
     """The slot sizes of the node's pages, each once."""
     shards = node.space.shards

@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Final
 
 from kvstore.protocol.errors import CapacityError, KVStoreError, TierUnavailable
-from kvstore.protocol.page import ALL_KEYS, KEY_BYTES
+from kvstore.protocol.page import ALL_KEYS, KEY_BYTES, PrefixKey
 from kvstore.state.disk.jobs import DiskTombstone, Durable
 from kvstore.state.disk.log import SegmentLog
 from kvstore.state.disk.queue import DiskQueue
@@ -72,6 +72,10 @@ class Graves:
         self._gathering: dict[_Pair, _Grave] = {}
         self._writing: dict[_Pair, _Grave] = {}
         self._jobs: dict[int, _Pair] = {}
+        #: Segment → what was written there since the last sync that ended well began, and how many
+        #: syncs had begun by then.
+        self._unsynced: dict[int, list[tuple[int, _Grave]]] = {}
+        self._unsynced_keys = 0
 
     def holds(self, node: PrefixNode, shard: int) -> bool:
         """Whether pages must not be written before the tombstone of one of their keys."""
@@ -87,12 +91,10 @@ class Graves:
         )
 
     def waits_for(self, space: PrefixTree) -> bool:
-        """Whether a tombstone of a space is still to be written."""
-        return any(
-            grave.space is space
-            for graves in (self._gathering, self._writing)
-            for grave in graves.values()
-        )
+        """Whether a tombstone of a space is still to be written, or maybe once more."""
+        graves = [*self._gathering.values(), *self._writing.values()]
+        graves += [grave for written in self._unsynced.values() for _, grave in written]
+        return any(grave.space is space for grave in graves)
 
     def bury(self, node: PrefixNode, shard: int) -> None:
         """Pages were removed on purpose: write tombstones, so that no record of them returns."""
@@ -158,6 +160,7 @@ class Graves:
         if error is None:
             self._counts["tombstone_keys"] += len(grave.keys)
             self._syncs.wrote()
+            self._keep(job.place.segment, grave)
         else:
             self._counts["tombstone_keys_lost"] += len(grave.keys)
         if grave.waiters:
@@ -165,10 +168,36 @@ class Graves:
         for durable in grave.waiters:
             self._syncs.part_ended(durable, error)
 
-    def doubt(self) -> None:
-        """Tombstones that are not synced may be lost: who waits for one is told."""
+    def synced(self) -> None:
+        """The sync in progress has ended well: it covered what was written before it began."""
+        begun = self._syncs.begun
+        for segment, graves in list(self._unsynced.items()):
+            left = [(number, grave) for number, grave in graves if number >= begun]
+            keys = sum(len(grave.keys) for _, grave in graves)
+            self._unsynced_keys -= keys - sum(len(grave.keys) for _, grave in left)
+            if left:
+                self._unsynced[segment] = left
+            else:
+                del self._unsynced[segment]
+        assert self._unsynced_keys >= 0
+
+    def doubt(self, segment: int) -> None:
+        """A segment is no longer synced: tombstones in it may be lost, and are written once more.
+
+        Who waits for one, or for a sync, is told. A page that is on disk again needs none: its new
+        record is later than those that the tombstone removes. That a space was emptied is not
+        written again: it would remove later records, too.
+        """
+        for _, grave in self._unsynced.pop(segment, []):
+            self._unsynced_keys -= len(grave.keys)
+            for key in grave.keys:
+                node = grave.space.index.get(PrefixKey(key))
+                is_there = node is not None and (node.on_disk | node.to_disk) >> grave.shard & 1
+                if key != ALL_KEYS and not is_there:
+                    self._add(grave.space, grave.shard, key)
         error = TierUnavailable(
-            "a segment of the SSDs failed: after a power cut the removed pages may be found again"
+            "a segment of the SSDs failed: after a power cut the removed pages may be found again;"
+            " remove them once more"
         )
         for grave in (*self._gathering.values(), *self._writing.values()):
             for durable in grave.waiters:
@@ -180,6 +209,15 @@ class Graves:
         graves = [*self._gathering.values(), *self._writing.values()]
         assert self.waiting_keys == sum(len(grave.keys) for grave in graves)
         assert len(self._jobs) == len(self._writing)
+        written = [grave for graves in self._unsynced.values() for _, grave in graves]
+        assert self._unsynced_keys == sum(len(grave.keys) for grave in written) <= KEYS_MAX
+
+    def _keep(self, segment: int, grave: _Grave) -> None:
+        """Keep what a written tombstone removes until a sync has covered it."""
+        if not self._syncs.never and self._unsynced_keys + len(grave.keys) <= KEYS_MAX:
+            written = _Grave(grave.space, grave.shard, grave.keys)
+            self._unsynced.setdefault(segment, []).append((self._syncs.begun, written))
+            self._unsynced_keys += len(grave.keys)
 
     def _add(self, space: PrefixTree, shard: int, key: bytes) -> None:
         pair = (space.number, shard)

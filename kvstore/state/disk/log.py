@@ -296,8 +296,8 @@ class SegmentLog:
         candidates = [
             one
             for one in wanted
-            if (one.failed or not eldest.holds_up(one.order))
-            and not one.copied_to.intersection(self.segments)
+            if (one.failed or not one.order.until or not eldest.holds_up(one.order))
+            and not (one.copied_to and self._waits_for_copies(one))
         ]
         awaited = awaited_by(one.order for one in wanted)
         targets = {number for one in wanted for number in one.copied_to}
@@ -312,6 +312,10 @@ class SegmentLog:
         ]
         return min(candidates, key=lambda one: (not one.failed, bool(one.pages)), default=None)
 
+    def _waits_for_copies(self, segment: Segment) -> bool:
+        """Whether pages of a segment that were copied in vain are still where they were copied."""
+        return any(at in self.segments and at not in self.given_up for at in segment.copied_to)
+
     def holds_up(self, segment: Segment) -> bool:
         """Whether a segment's tombstones wait for other segments."""
         if not segment.order.until:
@@ -319,7 +323,7 @@ class SegmentLog:
         return eldest_of(one.order for one in self.segments.values()).holds_up(segment.order)
 
     def give_up(self, segment: Segment) -> None:
-        """Keep a failed segment without pages until its tombstones wait for no other one."""
+        """Keep a failed segment without pages; it is deleted when room is needed and it may go."""
         assert segment.failed
         assert not segment.pages
         segment.failed, segment.state = False, SegmentState.SEALED

@@ -320,7 +320,7 @@ class DiskPages:
 
     def unpinned(self) -> None:
         """Pins ended: fewer pages may have to be kept."""
-        self._reclaimer.reconsider()
+        self._reclaimer.unpinned()
 
     def _room(self, node: PrefixNode, shard: int, most: int) -> int:
         """How many pages begin to be written at once: ``most``, within the bytes in flight."""
@@ -423,6 +423,8 @@ class DiskPages:
             case DiskSync() if not self._reclaimer.is_mine(job):
                 if error is not None:
                     self._fail(error)
+                else:
+                    self.graves.synced()
                 self._syncs.completed(error)
             case _:
                 self._reclaimer.completed(ended, of, error, self._memory.moment.tick, failed)
@@ -453,10 +455,11 @@ class DiskPages:
         self.unfinished |= self.persists.may_go_on(degraded=self.degraded)
         if self._checks.runs:
             self._checks.go_on(len(self.loads))
-        self._syncs.advance(self._now_ns)
         self.persists.end_some()
+        self._syncs.note_some()
+        self._syncs.advance(self._now_ns)
         self._reclaimer.go_on_choosing(self._memory.moment.tick)
-        self.unfinished |= bool(self._syncs.ended) or self._reclaimer.choosing
+        self.unfinished |= self._syncs.behind or self._reclaimer.choosing
         self.unfinished |= self.limits.free_some() or self.limits.behind or passed
 
     def take_passed(self) -> bool:

@@ -25,11 +25,11 @@ from typing import Final
 
 from kvstore.protocol.errors import CapacityError, DurabilityUnavailable, TransferTimeout
 from kvstore.protocol.page import KEY_BYTES, PrefixKey
-from kvstore.state.disk.durability import places_of, unwritten
+from kvstore.state.disk.durability import unwritten
 from kvstore.state.disk.jobs import DURABLES_MAX, DiskRules, Durable, PageMemory, UnpinSlots
 from kvstore.state.disk.log import SegmentLog
 from kvstore.state.disk.queue import DiskQueue
-from kvstore.state.disk.syncs import LEFT, Syncs
+from kvstore.state.disk.syncs import Syncs
 from kvstore.state.disk.writes import Writes
 from kvstore.state.tree.node import PrefixNode
 
@@ -285,8 +285,6 @@ class Persists:
         assert not durable.pinned, "nobody would unpin its pages"
         self._writes.give_up(durable)
         self._all.discard(durable)
-        if durable.error is None and places_of(durable) is None:
-            durable.error = CapacityError(LEFT)
         durable.pages.clear()
         durable.ended = True
         self.acknowledged.append(durable)

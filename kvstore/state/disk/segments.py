@@ -106,6 +106,7 @@ class SegmentReclaimer:
         self._victim: Segment | None = None
         self.choosing = self._took_long = False
         #: The segment that is being looked at, and what is left of that.
+        self._unpinned = False
         self._choice: tuple[SegmentLook, Iterator[None]] | None = None
         #: A stretch was looked at since time advanced, or since :meth:`go_on_choosing`.
         self._stepped = False
@@ -222,6 +223,8 @@ class SegmentReclaimer:
                     self._rests_until_ns = self._now_ns + self._retry_ns
                     self._stuck[number] = self._rests_until_ns
                     self._victim.state = SegmentState.SEALED
+                    if self._victim.failed:
+                        self._log.give_up(self._victim)  # else no sync would succeed any more
                 self._victim = None
             case _:
                 raise AssertionError(job)
@@ -229,9 +232,17 @@ class SegmentReclaimer:
             self.advance_reclaim(tick)  # else it is tried again when time has passed
 
     def reconsider(self) -> None:
-        """Fewer pages may have to be kept than before."""
+        """Limits have changed: fewer pages, or others, may have to be kept than before."""
         self._barren.clear()
         self._choice = None  # it may have found one of them
+
+    def unpinned(self) -> None:
+        """Pins have ended: once all other segments were looked at, those are looked at again.
+
+        Pins may end all the time, so that neither a look begins anew for that, nor the first of the
+        segments comes before the others again and again.
+        """
+        self._unpinned = True
 
     def _reconsider_grown(self) -> None:
         """Spaces may have grown beyond their reservations: look at their segments again."""
@@ -263,8 +274,11 @@ class SegmentReclaimer:
                     del self._barren[number]
             victim = self._log.victim(self._passed_over())
             if victim is None:
+                again, self._unpinned = self._unpinned and bool(self._barren), False
+                if again:
+                    self._barren.clear()
                 self._stepped = True  # all segments were looked at
-                return False
+                return again
             awaited = victim.number in self._barren  # by tombstones, or it would not be here again
             choice = SegmentLook(victim, self._log, self._limits, awaited)
             self._choice = choice, choice.steps(tick, self._admission.carry_from)
@@ -391,7 +405,7 @@ class SegmentReclaimer:
             # All of its pages have left, departing ones too.
             if victim.failed and self._log.holds_up(victim):
                 self._log.give_up(victim)
-                self._graves.doubt()
+                self._graves.doubt(victim.number)
                 self._victim, self.choosing = None, self._log.wants_reclaim
                 return
             self._stage = _Drain.DELETING

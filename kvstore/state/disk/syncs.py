@@ -43,6 +43,10 @@ class Syncs:
         self._unsynced = False
         self._under_way = False
         self._due_ns = 0
+        #: How many syncs have begun.
+        self.begun = 0
+        #: Puts whose places have to be noted before the next sync.
+        self._unnoted: deque[Durable] = deque()
         #: Who waits for the next one, and who for the one under way.
         self._next: list[Durable] = []
         self._present: list[Durable] = []
@@ -74,44 +78,54 @@ class Syncs:
         With the policy ``none``, it ends now.
         """
         assert not durable.outstanding
-        if self._rules.sync is not NO_SYNC and durable.error is None and durable.pages:
-            self._note(durable)
         if durable.error is not None or self._rules.sync is NO_SYNC:
             self.ended.append(durable)
-            return
-        self._next.append(durable)
-        self._unsynced = True
+        elif durable.pages and self._log.removals != durable.removals:
+            self._unnoted.append(durable)
+        else:
+            self._next.append(durable)
+            self._unsynced = True
+
+    def note_some(self) -> None:
+        """Note where the pages of some puts are, if pages have left the disk since they began.
+
+        Only then the next sync is theirs. As many as one step acknowledges.
+        """
+        left = DURABLES_PAGES
+        while self._unnoted and left > 0:
+            durable = self._unnoted.popleft()
+            left -= pages_of(durable)
+            places = places_of(durable)
+            if places is None:
+                durable.error = CapacityError(LEFT)
+                self.ended.append(durable)
+                continue
+            durable.removals, durable.places = self._log.removals, places
+            self._next.append(durable)
+            self._unsynced = True
 
     def covers(self, durable: Durable) -> bool:
-        """Whether a put that has ended its sync may end; if not, it waits for another one.
+        """Whether what has ended its sync may end, maybe with an error; if not, it waits again.
 
         A page that left the disk during the sync, and was stored and written again, is there at its
         end, but the sync need not have covered its new record. A record that was carried is safe:
         the original was there when the sync began, and stays until the copy is synced.
         """
-        noted = self._log.removals == durable.removals
-        if noted or durable.error is not None or self._rules.sync is NO_SYNC:
+        if durable.error is not None or not durable.pages:
             return True
         places = places_of(durable)
-        if places is None or places == durable.places:
+        if places is None:
+            durable.error = CapacityError(LEFT)
+            return True
+        left = self._log.removals != durable.removals and places != durable.places
+        if not left or self._rules.sync is NO_SYNC:
             return True
         if durable.syncs >= SYNCS_MAX:
             durable.error = CapacityError("its pages left the SSDs again and again: put it again")
             return True
         durable.syncs += 1
         self.wait(durable)
-        return durable.error is not None
-
-    def _note(self, durable: Durable) -> None:
-        """Note where its pages are before the next sync begins, if pages have left since."""
-        if self._log.removals == durable.removals:
-            return
-        durable.removals = self._log.removals
-        places = places_of(durable)
-        if places is None:
-            durable.error = CapacityError(LEFT)
-        else:
-            durable.places = places
+        return False
 
     def advance(self, now_ns: int) -> None:
         """Start a sync if one is due."""
@@ -121,6 +135,7 @@ class Syncs:
             return
         self._due_ns = now_ns + self._rules.sync_interval_ns
         self._unsynced, self._under_way = False, True
+        self.begun += 1
         assert not self._present
         self._present, self._next = self._next, []
         job = DiskSync(self._queue.number(), frozenset(self._log.given_up))
@@ -129,7 +144,19 @@ class Syncs:
     @property
     def idle(self) -> bool:
         """Whether everything written is synced, or never will be."""
-        return self._rules.sync is NO_SYNC or not (self._unsynced or self._under_way)
+        if self._rules.sync is NO_SYNC:
+            return True
+        return not (self._unsynced or self._under_way or self._unnoted)
+
+    @property
+    def never(self) -> bool:
+        """Whether nothing is ever synced."""
+        return self._rules.sync is NO_SYNC
+
+    @property
+    def behind(self) -> bool:
+        """Whether there is more to do now than one step does."""
+        return bool(self.ended or self._unnoted)
 
     def hurry(self) -> None:
         """Start the next sync at once."""

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from itertools import islice, repeat
 from typing import Final
 
-from kvstore.state.choice.policy import enter, is_held
+from kvstore.state.choice.eviction import is_held
+from kvstore.state.choice.policy import enter
 from kvstore.state.choice.quotas import Quotas
 from kvstore.state.table.orphans import tails_first
 from kvstore.state.table.runs import Owners

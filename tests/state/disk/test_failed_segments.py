@@ -1,13 +1,22 @@
 """A segment that fails while its tombstones are needed is given up; the others go on."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.protocol.errors import TierUnavailable
-from kvstore.state.disk.jobs import DiskJob, DiskSeal, DiskSync, DiskTombstone
+from kvstore.state.disk.jobs import (
+    DiskDrop,
+    DiskJob,
+    DiskSeal,
+    DiskSync,
+    DiskTombstone,
+    DiskWrite,
+)
+from kvstore.state.disk.log import Segment, SegmentLog, SegmentState
 from kvstore.state.disk.order import NEVER_AWAITED, Order, awaited_by, eldest_of
 from tests.state.disk.disk_world import IO_ERROR, DiskWorld
-from tests.state.world import drop_below
+from tests.state.world import drop_below, key
 
 SEGMENT_BYTES = 1 << 17
 
@@ -107,6 +116,68 @@ def test_who_waits_for_a_removal_is_told_when_its_tombstone_may_be_lost():
     assert isinstance(durable.error, TierUnavailable)
 
 
+@pytest.mark.parametrize("again", [False, True], ids=["it is gone", "it is on disk again"])
+def test_a_tombstone_that_may_be_lost_is_written_once_more_unless_its_page_is_there(again):
+    """Whoever removes a page once more finds nothing to remove, and is told that it is durable."""
+    world, bad = failing()
+    (tombstone,) = world.jobs(DiskTombstone)
+    path = next(name for name in map(chr, range(0x4E00, 0x5000)) if key(name) in tombstone.keys)
+    world.end_job(tombstone)
+    if again:
+        world.table.residents.disk.log.fail(bad)  # what comes goes to another one
+        world.store(world.me, world.mine, path)
+        for job in world.jobs(DiskWrite):
+            world.end_job(job)
+    written = world.table.counts["tombstone_keys"]
+    for tick in range(1, 8):
+        world.disk.advance(tick * 1_000)
+        end_all(world, bad)
+        world.disk.go_on()
+    assert bad in world.disk.log.given_up
+    assert world.table.counts["tombstone_keys"] == written + (not again)
+
+
+def test_an_older_copy_of_its_pages_holds_up_no_segment_after_that_was_given_up():
+    log = SegmentLog(12, SEGMENT_BYTES)
+    first, target = Segment(1, SEGMENT_BYTES, Order(0)), Segment(2, SEGMENT_BYTES, Order(1))
+    for segment in (first, target):
+        segment.state = SegmentState.SEALED
+        log.segments[segment.number] = segment
+        log.fail(segment.number)
+    first.copied_to.add(2)
+    assert log.victim({2}) is target, "it is copied once more before"
+
+    log.give_up(target)
+    assert log.victim() is first
+
+
+@pytest.mark.parametrize("fails", [1, 3])
+def test_a_failed_segment_whose_file_cannot_be_deleted_fails_no_further_sync(fails):
+    world = DiskWorld(segments=64, segment_bytes=SEGMENT_BYTES, extents=8)
+    put(world)
+    end_all(world, -1)
+    bad = max(world.disk.log.segments)
+    world.table.residents.disk.log.fail(bad)
+    failed = 0
+    for tick in range(1, 30):
+        world.disk.advance(tick * 1_000)
+        while jobs := world.jobs(DiskJob):
+            for job in jobs:
+                if isinstance(job, DiskDrop) and failed < fails:
+                    failed += 1
+                    world.end_job(job, IO_ERROR)
+                elif isinstance(job, DiskSync) and bad not in job.given_up and failed:
+                    world.end_job(job, IO_ERROR, (bad,))
+                else:
+                    world.end_job(job)
+        world.disk.go_on()
+    assert failed
+    durable = world.persist(put(world))
+    end_all(world, bad)
+    assert durable.error is None
+    assert not world.disk.troubled
+
+
 ORDERS = st.lists(st.tuples(st.booleans(), st.integers(0, 9)), max_size=8).map(
     lambda drawn: [
         Order(rank if has_pages else NEVER_AWAITED, min(until, len(drawn)))
@@ -131,3 +202,15 @@ def test_one_segment_can_always_go(orders: list[Order]):
         free = [one for one in orders if not eldest.holds_up(one)]
         assert free
         orders = [one for one in orders if one is not free[0]]
+
+
+def test_what_a_sync_has_covered_is_not_kept():
+    world, bad = failing()
+    world.end_job(*world.jobs(DiskTombstone))
+    graves = world.disk.graves
+    assert graves._unsynced_keys == 1
+    assert graves.waits_for(world.mine)
+    end_all(world, -1)
+    assert not graves._unsynced
+    assert not graves.waits_for(world.mine)
+    assert bad in world.disk.log.segments
