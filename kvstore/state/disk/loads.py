@@ -5,8 +5,10 @@ together once the last record is read. A load names its pages by key: before it 
 be split, or they may be dropped or stored again.
 
 Slots of pages that are being loaded belong to nobody else, even if nobody waits for them any more:
-their bytes are limited, so that a disk that hangs leaves memory to others. The first fetch that is
-refused goes on before all others once enough loads have ended; until then no other load begins.
+their bytes are limited, so that a disk that hangs leaves memory to others. Of a stretch that does
+not fit now, as much begins as does: all of it might never fit while one read hangs. The first fetch
+that is refused, as not even one page fits, goes on before all others once enough loads have ended;
+until then no other load begins.
 """
 
 from collections.abc import Sequence
@@ -126,7 +128,7 @@ class DiskLoads:
             fetch.outstanding += 1
         else:
             each = space.shards[shard].slot_bytes
-            pages = min(pages, max(1, self._bytes_max // each))
+            pages = min(pages, max(1, (self._bytes_max - self.in_flight_bytes) // each))
             pages = self._not_loading(space, shard, packed, pages)
             if not self._admits(fetch, pages * each):
                 self._want(fetch, space, shard, packed)

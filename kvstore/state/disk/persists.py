@@ -37,6 +37,8 @@ PAGES_STEP = 128
 """Pages of durable puts that one step begins to write; a turn has two steps or fewer."""
 PUTS_STEP: Final = 8
 """Durable puts that one step looks at."""
+UNPINNED_TICK: Final = 512
+"""Pages after which one tick unpins no further put whose deadline has come."""
 _UNPINNED: Final = 4
 """Pages of a put that are unpinned in the time that one takes to be written."""
 _CHECKED_PAGES: Final = 1024
@@ -171,7 +173,11 @@ class Persists:
         self.job_ended()
         now_ns = self._memory.moment.now_ns
         over = [one for one in self._beginning if 0 < one.deadline_ns <= now_ns]
+        unpinned = 0
         for durable in over[:PUTS_STEP]:
+            if unpinned >= UNPINNED_TICK:
+                return
+            unpinned += len(durable.pinned)
             self._beginning.remove(durable)
             durable.error = durable.error or TransferTimeout(_LATE)
             self._sort(durable)

@@ -6,8 +6,9 @@ from kvstore.protocol.errors import CapacityError, PageCorrupt, TransferTimeout
 from kvstore.state.disk import persists
 from kvstore.state.disk.jobs import DiskSync, DiskWrite, Durable
 from kvstore.state.tree.actions import PageStatus
+from kvstore.state.tree.node import RUN_PAGES_MAX
 from tests.state.disk.disk_world import IO_ERROR, DiskWorld, flood
-from tests.state.world import PAGE, drop_below
+from tests.state.world import PAGE, chain, drop_below
 
 RECORD = 2 * PAGE
 LONG = "".join(chr(0x61 + at) for at in range(20))
@@ -163,6 +164,28 @@ def test_while_writes_hang_one_that_is_given_up_keeps_no_page_in_memory():
     world.end_all()
     assert all(isinstance(one.error, TransferTimeout) for one in given_up)
     assert world.slots.stats().pinned_bytes == 0
+
+
+def test_many_pages_whose_deadline_has_come_are_unpinned_in_several_ticks():
+    """The tick takes as long as there are pages, and all wait for it."""
+    pages, puts = persists.UNPINNED_TICK // 2 + 1, 6
+    world = DiskWorld("back", in_flight_max=2 * RECORD, extents=puts * pages // 3, segments=40)
+    for at in range(puts):
+        path = chr(0x1000 + at) * pages
+        for end in range(RUN_PAGES_MAX, pages + RUN_PAGES_MAX, RUN_PAGES_MAX):
+            world.store(world.me, world.mine, path[:end], start=end - RUN_PAGES_MAX)
+        run = world.table.residents.ready_run(world.mine, 0, b"".join(chain(path)))
+        world.table.tiers.make_durable(run, 0, 100)
+    hanging = writes(world) * PAGE
+    pinned = world.slots.stats().pinned_bytes
+    assert pinned == puts * pages * PAGE
+
+    for tick in range(puts // 2):
+        pass_time(world, 100 + tick)
+        before, pinned = pinned, world.slots.stats().pinned_bytes
+        assert 0 < before - pinned <= 2 * pages * PAGE
+
+    assert pinned == hanging > 0, "and nothing is left for the next tick"
 
 
 def test_its_deadline_ends_it_and_no_further_page_is_written():
