@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 
+from kvstore.state.disk import choices, plans
 from kvstore.state.disk.jobs import DiskJob
 from kvstore.state.disk.limits import DiskLimits
 from kvstore.state.disk.log import Segment
+from tests.state.disk.disk_world import DiskWorld
 from tests.state.disk.test_disk_limits import LimitedWorld
 
 
@@ -91,3 +93,18 @@ def test_the_choice_goes_on_without_a_job_or_a_tick():
         assert turns < 20
 
     assert not world.disk._reclaimer.choosing
+
+
+def test_a_segment_is_chosen_although_pins_end_in_each_turn(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(plans, "STEP_PAGES", 1)
+    monkeypatch.setattr(choices, "STEP_PAGES", 1)
+    world = DiskWorld(segments=8, segment_bytes=1 << 18, extents=8)
+    reclaimed = world.disk.log.stats().reclaimed_segments
+    for _ in range(600):
+        world.store(world.me, world.mine, chr(next(world.letters)))
+        for job in world.jobs(DiskJob):
+            world.end_job(job)
+        world.disk.unpinned()
+        world.disk.go_on()
+    assert world.disk.log.stats().reclaimed_segments > reclaimed
+    assert world.table.counts["disk_full_pages"] == 0
