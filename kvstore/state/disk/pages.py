@@ -244,7 +244,7 @@ class DiskPages:
             self._syncs.advance(self._now_ns)
             self.persists.end_some()
             self.unfinished |= self.persists.may_go_on(degraded=self.degraded)
-            self.unfinished |= self.limits.behind
+            self.unfinished |= self.limits.behind or self._syncs.behind
 
     def ensure_written(self, node: PrefixNode, shard: int) -> bool:
         """Whether the page is on disk; if not, it is being written now, regardless of admission.
