@@ -273,12 +273,13 @@ class SegmentReclaimer:
                 if number not in segments or len(segments[number].pages) != barren.pages:
                     del self._barren[number]
             victim = self._log.victim(self._passed_over())
+            if victim is None and self._unpinned:
+                self._unpinned = False
+                self._barren.clear()
+                victim = self._log.victim(self._passed_over())
             if victim is None:
-                again, self._unpinned = self._unpinned and bool(self._barren), False
-                if again:
-                    self._barren.clear()
                 self._stepped = True  # all segments were looked at
-                return again
+                return False
             awaited = victim.number in self._barren  # by tombstones, or it would not be here again
             choice = SegmentLook(victim, self._log, self._limits, awaited)
             self._choice = choice, choice.steps(tick, self._admission.carry_from)

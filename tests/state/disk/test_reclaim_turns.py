@@ -166,18 +166,23 @@ def test_used_pages_may_leave_while_it_is_planned_what_to_copy(monkeypatch):
     assert any(page in space.nodes and space.nodes[page].disk for space, page in pages[1::2])
 
 
-def test_a_segment_is_looked_at_again_if_pins_end_meanwhile(monkeypatch):
-    """It was not worth reclaiming with them, and nothing else may change that."""
+def test_a_look_goes_on_if_pins_end_and_begins_anew_if_limits_change(monkeypatch):
+    """Pins may end in each turn; what was not worth it is looked at again after all others."""
     looks = Looks(monkeypatch)
     world = LimitedWorld(segments=6)
     choice = looks.begin(world)
 
     world.disk.unpinned()
     world.table.tiers.go_on()
+    now = world.disk._reclaimer._choice
+    assert now is not None
+    assert now[0] is choice
 
-    again = world.disk._reclaimer._choice
-    assert again is not None
-    assert again[0] is not choice
+    world.disk.limit(world.other, 0, 0)
+    world.table.tiers.go_on()
+    now = world.disk._reclaimer._choice
+    assert now is not None
+    assert now[0] is not choice
 
 
 def begin_copies(world: LimitedWorld, paths: tuple[str, ...]) -> list[DiskCopy]:
