@@ -105,8 +105,9 @@ class SegmentReclaimer:
         self._now_ns = self._rests_until_ns = 0
         self._victim: Segment | None = None
         self.choosing = self._took_long = False
-        #: The segment that is being looked at, and what is left of that.
+        #: Pins have ended since segments that were not worth reclaiming were looked at.
         self._unpinned = False
+        #: The segment that is being looked at, and what is left of that.
         self._choice: tuple[SegmentLook, Iterator[None]] | None = None
         #: A stretch was looked at since time advanced, or since :meth:`go_on_choosing`.
         self._stepped = False
