@@ -134,8 +134,8 @@ class SegmentLog:
         self._next_rank = 0
         #: How often pages have left the disk.
         self.removals = 0
-        #: Segments that failed and have no pages any more: no longer synced, they stay until their
-        #: tombstones wait for no other segment.
+        #: Segments that failed and have no pages any more. They are no longer synced, and are
+        #: deleted when room is needed and their tombstones wait for no other segment.
         self.given_up: set[int] = set()
         #: All and only the segments in state FULL.
         self.full: list[Segment] = []
