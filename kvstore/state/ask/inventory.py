@@ -64,11 +64,11 @@ def sample(
         below: a random integer from 0 up to its argument, exclusive.
         chance: a random number from 0 to 1.
     """
-    spaces = [space for space in table.spaces if len(space.index)]
-    keys = sum(len(space.index) for space in spaces)
-    for space in spaces:
-        wanted = int(pages * len(space.index) / keys + chance())
-        rate = max(_SAMPLED_MIN, min(1.0, 2 * wanted / len(space.index)))
+    counts = [(space, len(space.index)) for space in table.spaces if len(space.index)]
+    keys = sum(count for _, count in counts)
+    for space, count in counts:  # which may have changed before the turn of a space comes
+        wanted = int(pages * count / keys + chance())
+        rate = max(_SAMPLED_MIN, min(1.0, 2 * wanted / max(1, len(space.index))))
         numbers = space.by_creation.numbers(0) if wanted else []
         while wanted > 0 and numbers:
             at = below(len(numbers))

@@ -203,3 +203,28 @@ def test_an_empty_node_has_nothing_to_show():
 
     assert list(walk(world.table)) == []
     assert list(sample(world.table, 10, random.randrange, random.random)) == []
+
+
+@pytest.mark.parametrize("after", [0, 1, 900])
+def test_a_sample_of_a_space_that_changes_before_its_turn_stays_within_what_was_asked(after):
+    world = World(extents=32, slots_each=64)
+    processes = [world.process(tenant) for tenant in ("red", "blue")]
+    first, last = (world.space(one, tenant=one.session.name) for one in processes)
+    for process, space in zip(processes, (first, last), strict=True):
+        for number in range(20):
+            world.store(process, space, chr(1000 + number))
+    dice = random.Random(after)
+    steps = sample(world.table, 20, dice.randrange, dice.random)
+
+    shown = next(steps)
+    for node in list(last.nodes.values())[after:]:
+        world.table.residents.drop(node, 0, "operator")
+    for number in range(20, after):
+        world.store(processes[1], last, chr(1000 + number))
+    for held in steps:
+        shown += held
+
+    found = [(held.space.label, one) for held in shown for one in keys_of(held)]
+    assert len(last.index) == after
+    assert len(found) == len(set(found)) <= 22  # a fraction of a page may round up in each space
+    assert {label for label, _ in found} == {one.label for one in (first, last) if len(one.index)}
