@@ -256,6 +256,8 @@ class OperatorRequests:
         ``complete`` is false if it is not: pages are pinned or in use, or the SSDs are too slow.
         """
         table = self._table
+        # Meanwhile the quota may end, and another one begin, with a queue and a job of its own.
+        leaves = table.disk.limits.leaves_of(space) if tier == "ssd" else None
         for number in space.by_creation.numbers(0):
             nodes = space.by_creation.nodes(number)
             for start in range(0, len(nodes), _STEP_NODES):
@@ -265,8 +267,8 @@ class OperatorRequests:
                 for node in some:
                     table.residents.add_candidate(node)
                 yield None  # also if cancelled: leaves that are not queued would never be evicted
-        if tier == "ssd":
-            table.disk.limits.all_offered(space)
+        if leaves is not None:
+            leaves.all_offered = True
         evicted = 0
         job.result["evicted_bytes"] = evicted
         deadline_ns = monotonic_ns() + int(LIMIT_S * 1e9)

@@ -110,7 +110,8 @@ class SimulatedTier:
         self.pages.limit(space, quota * record, random.randrange(3) * record)
         for node in space.nodes.values():
             table.residents.add_candidate(node)
-        self.pages.limits.all_offered(space)
+        if (leaves := self.pages.limits.leaves_of(space)) is not None:
+            leaves.all_offered = True
         table.tiers.shrink(space, 1 << 20)
         keys = [at.key for at in space.nodes.values() if at.ready and not at.memory_only]
         with suppress(CapacityError):

@@ -33,7 +33,9 @@ from kvstore.server.publish import Publication
 from kvstore.server.refusal import Refusal
 from kvstore.server.status import NodeStatus
 from kvstore.server.turns import TURN_S, Turns, Work
+from kvstore.state.table.invariants import check
 from kvstore.state.tree.slots import SlotTable
+from tests.state.disk.disk_world import DiskWorld
 from tests.state.world import World
 
 ME = Caller("operate", "10.0.0.7:4711")
@@ -263,6 +265,36 @@ def test_a_policy_is_changed_a_few_leaves_at_a_time(loop):
 
     assert steps >= leaves // 64
     assert node.pages.eviction.policy == "lru"
+
+
+def test_a_quota_that_ended_and_began_anew_is_told_only_of_pages_that_were_queued_for_it(loop):
+    world = DiskWorld(write="through", extents=60)
+    for number in range(200):
+        world.store(world.me, world.mine, chr(0x5000 + number))
+    world.end_all()
+    assert sum(node.on_disk > 0 for node in world.mine.nodes.values()) == 200
+    jobs: list[Any] = []
+    turns = SimpleNamespace(start=lambda work, _ended, _name: jobs.append(work))
+    asked = OperatorRequests(world.table, SimpleNamespace(), SimpleNamespace(others=None), turns)
+
+    def limit(quota: int) -> None:
+        wanted = operations.SetLimits(space=world.mine.label, quota_bytes=quota, tier="ssd")
+        assert not list(asked.limit(wanted, ME))
+
+    limit(1 << 30)
+    for _ in range(3):
+        next(jobs[0])
+    limit(0)
+    limit(1 << 30)
+
+    for job in jobs:
+        for _ in job:
+            check(world.table)
+    leaves = world.disk.limits.leaves_of(world.mine)
+    assert leaves is not None
+    assert leaves.all_offered
+    assert len(leaves.queued) == 200
+    asked.close()
 
 
 @pytest.fixture

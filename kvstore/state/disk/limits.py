@@ -158,10 +158,9 @@ class DiskLimits:
         assert self._looks_left == 0
         return False
 
-    def all_offered(self, space: PrefixTree) -> None:
-        """Every node of a space with a new quota has been queued."""
-        if space.number in self._leaves:
-            self._leaves[space.number].all_offered = True
+    def leaves_of(self, space: PrefixTree) -> Leaves | None:
+        """The queue of a space with a quota; another one after the quota has ended."""
+        return self._leaves.get(space.number)
 
     def forget(self, node: PrefixNode, shard: int) -> None:
         """Remove the records of a node's pages, if they are on disk."""

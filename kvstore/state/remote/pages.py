@@ -269,14 +269,14 @@ class RemotePages:
         assert all(self._by_key.values()), "a shard of which nothing is on its way"
         named, found, before = sum(map(len, self._by_key.values())), 0, self._left()
         yield
-        for job, _ in before:
+        for job, _, _ in before:
             if arrival := self._arrivals.get(job):  # else it has ended meanwhile
                 found += yield from arrival.checks(self._by_key, self._table.residents)
         assert found == named or self._left() != before, "a key that no job reads"
 
-    def _left(self) -> list[tuple[int, int]]:
-        """The pages that have not arrived, by job."""
-        return [(job, len(arrival.pages.keys)) for job, arrival in self._arrivals.items()]
+    def _left(self) -> list[tuple[int, int, bool]]:
+        """Of each job: the pages that have not arrived, and whether it was given up."""
+        return [(job, len(one.pages.keys), one.lost) for job, one in self._arrivals.items()]
 
     # ---- inside -----------------------------------------------------------------------------
 

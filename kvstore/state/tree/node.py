@@ -542,6 +542,7 @@ class PrefixNode:
         self.to_disk = to_disk
         if above is not None and not (was and on_disk | to_disk):  # nearly always neither is 0
             above.children_on_disk += (not was) - (not on_disk | to_disk)
+            self.space.changes += 1
             assert above.children_on_disk >= 0
 
     def _leave(self, shard: int) -> None:

@@ -460,12 +460,12 @@ class SlotTable:
         Args:
             also: asserts further invariants of a slot in this state.
         """
-        changes, unassigned, seen = self.changes, 0, bytearray(len(self.extents))
-        for position in range(len(seen)):
+        changes, unassigned, seen = self.changes, 0, set[int]()
+        for position in range(len(self.extents)):  # more may be provided meanwhile
             for at in self._unassigned[position : position + 1]:
                 assert self.extents[at].domain is None
-                assert not seen[at] or self.changes != changes, "an extent is unassigned twice"
-                seen[at] = 1
+                assert at not in seen or self.changes != changes, "an extent is unassigned twice"
+                seen.add(at)
             extent = self.extents[position]
             unassigned += extent.domain is None
             assert position in self._empty or not is_empty(extent), "nobody would get it"

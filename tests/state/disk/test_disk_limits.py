@@ -37,7 +37,8 @@ class LimitedWorld(DiskWorld):
         self.disk.limit(space, quota * RECORD, reserved * RECORD)
         for node in space.nodes.values():
             self.table.residents.add_candidate(node)
-        self.disk.limits.all_offered(space)
+        if (leaves := self.disk.limits.leaves_of(space)) is not None:
+            leaves.all_offered = True
         while not self.table.tiers.shrink(space, 1) and self.disk.limits.quotas.exceeded(space):
             pass
 

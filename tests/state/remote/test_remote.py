@@ -229,6 +229,25 @@ def test_a_job_that_is_not_settled_gives_no_page_and_its_slots_are_not_used(worl
     world.check_nothing_held()
 
 
+@pytest.mark.parametrize("end", ["late", "unsettled"])
+def test_a_job_that_is_given_up_during_a_check_is_no_mistake(world, engine, end):
+    world.locate(engine, "abcd", ("p", 4))
+    assert world.acquire(engine, "abcd", wait_ms=100) is None
+    world.go(150 * MS)
+    assert leased(world.answer(engine)) == 0, "nobody waits for the job"
+    walk = world.remote.checks()
+    for _ in range(len(list(world.remote.checks())) - 1):
+        next(walk)
+
+    if end == "late":
+        world.go(60 * S)
+    else:
+        world.end(world.read(), 2, settled=False)
+
+    assert world.table.counts["peer_late_jobs"] == (end == "late")
+    assert len(list(walk)) <= 1, "it was the last stretch, or the one before it"
+
+
 def test_what_an_unsettled_job_did_not_give_comes_from_another_holder_to_other_slots(world, engine):
     world.locate(engine, "abcd", ("p", 4), ("q", 4))
     assert world.acquire(engine, "abcd") is None

@@ -12,7 +12,7 @@ from kvstore.state.tree import prefix_tree, slots
 from kvstore.state.tree.node import RUN_PAGES_MAX, PrefixNode
 from kvstore.state.tree.places import Place
 from kvstore.state.tree.slots import SlotState
-from tests.state.disk.disk_world import DiskWorld
+from tests.state.disk.disk_world import IO_ERROR, DiskWorld
 from tests.state.world import FULL, FULL_2, World, key
 
 Corrupt = Callable[[DiskWorld, PrefixNode], object]
@@ -186,6 +186,7 @@ CHANGES: dict[str, Callable[[DiskWorld], object]] = {
     "a page leaves": lambda world: world.table.residents.drop(world.node("ab"), 0, "operator"),
     "a page leaves memory": lambda world: world.table.residents.release_memory(world.node("ab")),
     "a page comes to disk": lambda world: world.end_job(world.write_of("x")),
+    "a page does not come to disk": lambda world: world.end_job(world.write_of("x"), IO_ERROR),
     "a page leaves the disk": lambda world: world.disk.limits.forget(world.node("ab"), 0),
     "a page is lent": lambda world: world.acquire(world.me, world.mine, "q"),
     "a page is given back": lambda world: world.table.lose(world.me),
@@ -210,6 +211,18 @@ def test_a_change_between_any_two_stretches_is_no_mistake(monkeypatch, name):
         rest = len(list(walk))
         taken += 1
     assert taken > 15
+
+
+def test_memory_that_is_provided_between_two_stretches_is_no_mistake():
+    world = World(extents=2, withheld=6)
+    engine = world.process()
+    world.store(engine, world.space(engine), "abcd")
+    walk = checks(world.table)
+    next(walk)
+
+    assert len(world.slots.provide(6)) == 6
+
+    assert sum(walk) == 4
 
 
 def test_pages_that_come_and_leave_between_two_stretches_are_no_mistake(monkeypatch):
