@@ -9,6 +9,7 @@ from typing import Final
 from kvstore.cluster.effects import CarriedOut, CloseLink, Effect, Send
 from kvstore.cluster.session import PeerSession
 from kvstore.cluster.standing import Standing
+from kvstore.process.connecting import open_connection
 from kvstore.process.listeners import Tcp, parse_endpoint
 from kvstore.protocol import wire
 from kvstore.protocol.counts import PeerSessionCounts
@@ -114,13 +115,10 @@ class PeerLink:
 
     async def _connect(self) -> None:
         """Connect, and read answers until the connection is closed."""
-        host = self._endpoint.host
+        host, port = self._endpoint.host, self._endpoint.port
         try:
             async with asyncio.timeout(CONNECT_S):
-                reader, writer = await asyncio.open_connection(
-                    host, self._endpoint.port, ssl=self._tls,
-                    server_hostname=host if self._tls is not None else None,
-                )  # fmt: skip
+                reader, writer = await open_connection(host, port, tls=self._tls)
         except ssl.SSLError as error:
             self._standing.failed("tls", reason(error))
             return

@@ -7,6 +7,7 @@ from kvstore.cluster.claiming import Presence
 from kvstore.cluster.greeting import LocalNode
 from kvstore.cluster.records import NodeRecord
 from kvstore.config.addresses import read_address
+from kvstore.process.connecting import open_connection
 from kvstore.protocol import wire
 from kvstore.protocol.errors import ProtocolError
 
@@ -44,10 +45,7 @@ class PresenceCheck:
 
     async def _answer(self, record: NodeRecord) -> object:
         where = read_address(record.endpoint)
-        reader, writer = await asyncio.open_connection(
-            where.host, where.port, ssl=self._tls,
-            server_hostname=where.host if self._tls is not None else None,
-        )  # fmt: skip
+        reader, writer = await open_connection(where.host, where.port, tls=self._tls)
         try:
             if writer.is_closing():  # uvloop's write raises a RuntimeError
                 raise ConnectionResetError("reset at once")

@@ -14,6 +14,7 @@ from typing import Final
 from kvstore.events import zmtp
 from kvstore.index.credentials import PeerCredentials
 from kvstore.index.tunnel import open_tunnel
+from kvstore.process.connecting import open_connection
 from kvstore.process.listeners import Listener, Unix, parse_endpoint
 from kvstore.protocol.errors import InvalidArgument
 
@@ -230,6 +231,6 @@ async def _connect(endpoint: str) -> tuple[asyncio.StreamReader, asyncio.StreamW
         if isinstance(where, Unix):
             return await asyncio.open_unix_connection(where.path, limit=_BUFFER_BYTES)
         host = where.host or "127.0.0.1"
-        return await asyncio.open_connection(host, where.port, limit=_BUFFER_BYTES)
+        return await open_connection(host, where.port, limit_bytes=_BUFFER_BYTES)
     except (InvalidArgument, ValueError) as error:  # a host name that IDNA cannot encode
         raise OSError(str(error)) from error

@@ -11,6 +11,7 @@ from typing import Final
 
 from kvstore.events import zmtp
 from kvstore.index.credentials import PeerCredentials
+from kvstore.process.connecting import open_connection
 from kvstore.protocol import wire
 from kvstore.protocol.errors import InvalidArgument, KVStoreError, printable
 
@@ -38,9 +39,10 @@ async def open_tunnel(
     host, _, port = endpoint.removeprefix(SCHEME).rpartition(":")
     try:
         context = credentials.files.connecting() if credentials.files is not None else None
-        reader, writer = await asyncio.open_connection(
-            host.removeprefix("[").removesuffix("]"), int(port), limit=limit_bytes, ssl=context
-        )  # fmt: skip
+        bare = host.removeprefix("[").removesuffix("]")
+        reader, writer = await open_connection(
+            bare, int(port), tls=context, limit_bytes=limit_bytes
+        )
     except ssl.SSLError as error:
         raise OSError(f"TLS: {error.reason or error}") from error
     except (InvalidArgument, ValueError) as error:  # a host name that IDNA cannot encode

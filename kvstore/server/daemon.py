@@ -267,7 +267,11 @@ class Daemon:
 
     async def _take_back(self) -> None:
         size = self.config.host.extent_bytes
-        stale = await asyncio.to_thread(self._record.stale_bytes)
+        try:
+            stale = await asyncio.to_thread(self._record.stale_bytes)
+        except RuntimeError as error:  # no more threads
+            log.warning("withheld memory is looked for again later: %s", error)
+            return
         slots = self._table.slots
         take_back(slots, self.memory, slots.withheld - -(-stale // size))
 

@@ -270,7 +270,12 @@ class HttpServer:
 def _status(status: int | None) -> str:
     if status is None:
         return "none"
-    return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+    if status >= 0:
+        return f"exit status {status}"
+    try:
+        return f"killed by {signal.Signals(-status).name}"
+    except ValueError:  # most real-time signals have no name
+        return f"killed by signal {-status}"
 
 
 def _printable(value: Any) -> Any:

@@ -127,7 +127,7 @@ class Loans:
         #: Loans that have ended and are still read, by ticket.
         self._ending: dict[bytes, Loan] = {}
         self._waiting = 0
-        self._thread = ThreadPoolExecutor(1, "kvstore-reports")
+        self._thread = _checking()
 
     def close(self) -> None:
         """End all loans; waits for the running check."""
@@ -206,17 +206,23 @@ class Loans:
     def report(self, loan: Loan, report: wire.Corrupt, confirmed: Callable[[], bool]) -> None:
         """Check a reported page; ``confirmed`` is called if its bytes are wrong here too.
 
-        It says whether these were still the bytes of the page.
+        It says whether these were still the bytes of the page. A report is ignored if too many wait
+        or no thread can be started.
         """
         position = loan.pages.position(report)
         if position < 0 or position in loan.checked or self._waiting >= CHECKS_MAX:
             self.counts["reports_ignored"] += 1
             return
+        loop = asyncio.get_running_loop()
+        try:
+            check = self._thread.submit(_is_wrong, self._memory, loan.pages, position)
+        except RuntimeError:  # no more threads; but this one has kept the call for later
+            self._thread = _checking()
+            self.counts["reports_ignored"] += 1
+            return
         loan.checked.add(position)
         self.counts["reports"] += 1
         self._waiting += 1
-        loop = asyncio.get_running_loop()
-        check = self._thread.submit(_is_wrong, self._memory, loan.pages, position)
         loan.checks.add(check)
         check.add_done_callback(
             lambda done: loop.call_soon_threadsafe(self._checked, loan, done, confirmed)
@@ -240,6 +246,10 @@ class Loans:
         if loan.ended and not running and not loan.transfers and loan in self._open:
             self._open.remove(loan)
             loan.release()
+
+
+def _checking() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, "kvstore-reports")
 
 
 def _outcome(check: Future[bool], confirmed: Callable[[], bool]) -> str:

@@ -9,7 +9,7 @@ Pages that fail are quarantined.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
 from time import monotonic_ns
@@ -61,7 +61,7 @@ class Verifier:
         self._memory = memory
         self._process = Process(-1, Peer(0), Session(b"", "verify", 1 << 62))
         self._numbers = count(1)
-        self._thread = ThreadPoolExecutor(1, "kvstore-verify")
+        self._thread = _reading()
 
     def close(self) -> None:
         """Stop reading; waits for the current batch."""
@@ -146,8 +146,8 @@ class Verifier:
         while start < len(pages) and not scan.over():
             before = start
             lease, taken, start = self._take(scan, pages, start)
-            reading = self._thread.submit(_wrong, self._memory, taken)
             try:
+                reading = self._begin(taken)
                 while not reading.done():
                     yield _POLL_S
             finally:
@@ -160,6 +160,21 @@ class Verifier:
             scan.add("corrupt", len(wrong))
             scan.job.done += start - before
             yield None
+
+    def _begin(self, pages: list[_Page]) -> Future[list[_Page]]:
+        """Start to read and digest pinned pages.
+
+        Raises:
+            TierUnavailable: no thread can be started.
+        """
+        try:
+            return self._thread.submit(_wrong, self._memory, pages)
+        except RuntimeError as error:  # no more threads; but this one has kept the call for later
+            self._thread = _reading()
+            raise TierUnavailable(
+                f"pages in memory cannot be read now: {error}: raise ulimit -u, or the limit of"
+                " tasks of the service or container, and verify again"
+            ) from error
 
     def _take(
         self, scan: "_Scan", pages: list[tuple[PrefixNode, int]], start: int
@@ -219,6 +234,10 @@ class _Scan:
         if late or self.job.cancelled:
             self.job.result["complete"] = False
         return late or self.job.cancelled
+
+
+def _reading() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, "kvstore-verify")
 
 
 def _count(scan: _Scan, space: PrefixTree) -> Work[None]:

@@ -111,3 +111,34 @@ async def test_a_check_that_fails_for_any_reason_is_counted_and_its_lease_is_rel
             await eventually(lambda: not a.loans.stats()["open"])
             assert not a.pinned_bytes()
             assert a.stored() == 6, "nobody has seen that they are wrong"
+
+
+@in_loop
+async def test_a_report_that_no_thread_can_check_is_counted_and_its_lease_is_released(monkeypatch):
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith("kvstore-reports"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    async with AsyncExitStack() as undo:
+        a, b = await two_nodes(undo)
+        a.store()
+        b.transport.damaged = {0}
+        service = await undo.enter_async_context(serving(a))
+        async with reading(a, {}), reading(b, {"a": service.endpoint}):
+            await eventually(b.up)
+            with monkeypatch.context() as full:
+                full.setattr(threading.Thread, "start", refuse)
+                b.fetch(b.room(KEYS))
+                await eventually(lambda: a.loans.counts["reports_ignored"] == 1)
+                await eventually(lambda: not a.loans.stats()["open"])
+            assert not a.pinned_bytes()
+
+            monkeypatch.setattr(loans, "CHECKS_MAX", 1)
+            checked: list[int] = []
+            monkeypatch.setattr(loans, "_is_wrong", lambda *asked: checked.append(asked[2]))
+            b.fetch(b.room(KEYS, "t"))
+            await eventually(lambda: a.loans.counts["reports_false"] == 1)
+            assert checked == [0], "the one that was ignored is not checked later"

@@ -5,6 +5,7 @@ import subprocess
 
 import pytest
 
+from kvstore.server import http
 from kvstore.server.http import HttpServer
 
 
@@ -38,3 +39,14 @@ def test_a_child_that_does_not_end_is_killed_and_left(threads, monkeypatch):
     assert child.kills == 1
     assert server._child is None
     assert asyncio.run(server._reaped()) is None, "there is no child now"
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        (None, "none"), (3, "exit status 3"), (-9, "killed by SIGKILL"),
+        (-40, "killed by signal 40"),
+    ],
+)  # fmt: skip
+def test_the_log_says_how_a_child_has_ended(status, said):
+    assert http._status(status) == said

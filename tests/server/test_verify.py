@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kvstore.protocol.errors import TierUnavailable
 from kvstore.server.channel import Caller
 from kvstore.server.jobs import OperatorJob
 from kvstore.server.verify import Verifier
@@ -19,8 +20,10 @@ class Memory:
 
     def __init__(self) -> None:
         self.asked, self.allowed = threading.Event(), threading.Event()
+        self.reads = 0
 
     def read(self, _extent: int, _offset: int, into: memoryview) -> int:
+        self.reads += 1
         self.asked.set()
         assert self.allowed.wait(TIMEOUT_S)
         return len(into)
@@ -69,3 +72,34 @@ def test_a_page_that_was_stored_again_meanwhile_stays(begun):
     assert table.counts["removed_corrupt"] == 1
     assert table.slots.stats().limbo_bytes == 0, "what it had read has been let go of"
     check(table)
+
+
+def test_pages_that_no_thread_can_read_are_let_go_of_and_verified_another_time(monkeypatch):
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    world, memory = World(), Memory()
+    memory.allowed.set()
+    process = world.process()
+    space = world.space(process, (FULL,))
+    world.store(process, space, "a")
+    node = space.nodes[key("a")]
+    verifier = Verifier(world.table, memory)  # type: ignore[arg-type]
+
+    def verified() -> dict[str, Any]:
+        job = OperatorJob(1, "verify", {}, Caller())
+        for _ in verifier.page(node, ["host"], 1 << 62)(job):
+            threading.Event().wait(0.001)
+        return job.result
+
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(TierUnavailable, match=r"new thread.*ulimit -u"):
+            verified()
+    assert world.table.slots.stats().pinned_bytes == 0
+
+    try:
+        assert verified()["checked"] == 1
+        assert memory.reads == 1, "what was refused is not read later"
+    finally:
+        verifier.close()
