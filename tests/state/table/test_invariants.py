@@ -213,6 +213,27 @@ def test_a_change_between_any_two_stretches_is_no_mistake(monkeypatch, name):
     assert taken > 15
 
 
+def test_one_of_two_shards_that_leaves_the_disk_between_two_stretches_is_no_mistake(monkeypatch):
+    monkeypatch.setattr(prefix_tree, "STRETCH_WORK", 1)
+    taken, rest = 0, 1
+    while rest:
+        world = DiskWorld()
+        assert world.space(world.me, [FULL, FULL_2]) is world.mine
+        for shard in (0, 1):
+            world.store(world.me, world.mine, "ab", shard=shard)
+        world.end_all()
+        walk = checks(world.table)
+        for _ in range(taken):
+            next(walk)
+        run = world.mine.index[key("ab")]
+        world.disk.limits.forget(run, 1)
+        assert (run.count, run.on_disk) == (2, 1)
+
+        rest = len(list(walk))
+        taken += 1
+    assert taken > 2
+
+
 def test_memory_that_is_provided_between_two_stretches_is_no_mistake():
     world = World(extents=2, withheld=6)
     engine = world.process()
