@@ -111,13 +111,10 @@ class Follower(Generic[FeedT]):
     async def run(self) -> None:
         """Follow until cancelled."""
         pause_s = _AGAIN_S_MIN
-        listener: EventListener | None = None
+        listener = EventListener(self.source.endpoint) if self.source.bind else None
         try:
             while True:
                 try:
-                    if self.source.bind and listener is None:
-                        listener = EventListener(self.source.endpoint)
-                        await listener.start()
                     await self._follow(listener)
                 except OSError as error:
                     self._broke("connection", _said(error))
@@ -172,6 +169,7 @@ class Follower(Generic[FeedT]):
         """
         source = self.source
         if listener is not None:
+            await listener.start(CONNECT_S)
             channel = await listener.accept(CONNECT_S)
         else:
             channel = await EventConnection.open(
