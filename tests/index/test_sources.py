@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvstore.events import server as eventserver
 from kvstore.events import zmtp
 from kvstore.events.publisher import EventPublisher, FollowerAccess
 from kvstore.index import channel, followers
@@ -18,7 +19,7 @@ from kvstore.index.channel import MESSAGE_BYTES_MAX, EventConnection
 from kvstore.index.control import Source
 from kvstore.index.payload import EVENTS_MAX
 from kvstore.process.listeners import Listener
-from tests.index.publishers import KEYS, SPACE, following, node, stored, with_fake
+from tests.index.publishers import KEYS, SPACE, as_node, following, node, stored, with_fake
 from tests.loops import WAIT_S, eventually, in_loop
 
 WITH_NOBODY = 5
@@ -239,7 +240,7 @@ class GatedListener(Listener):
 @pytest.fixture
 def gated(monkeypatch: pytest.MonkeyPatch) -> type[GatedListener]:
     class Gated(GatedListener):
-        gate, begun, made = threading.Event(), 0, []  # noqa: RUF012
+        gate, begun, made = threading.Event(), 0, []
 
     monkeypatch.setattr(channel, "Listener", Gated)
     return Gated
@@ -323,3 +324,24 @@ async def test_a_socket_that_cannot_be_removed_ends_no_other_source(
             it.index.unfollow("engine/e")
             await eventually(lambda: "stays behind" in caplog.text or it.running.done())
         assert not it.running.done()
+
+
+@in_loop
+async def test_an_older_node_that_is_upgraded_is_asked_for_its_snapshot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with following() as it:
+        with monkeypatch.context() as older:
+            older.setattr(eventserver, "ASK", b"an older node does not know the word")
+            first = EventPublisher("tcp://127.0.0.1:*", "tcp://127.0.0.1:*", topic=b"kvstore@n@aa")
+            ends = (first.bound_endpoint, first.bound_replay_endpoint)
+            try:
+                first.publish([stored(KEYS[:5])])
+                it.index.follow(msgspec.structs.replace(node(*ends), is_node=True))
+                await eventually(lambda: it.node.current)
+                assert (it.prefix(), it.node.snapshots) == (5, 0)
+            finally:
+                await asyncio.to_thread(first.close)
+        with as_node(EventPublisher(*ends, topic=b"kvstore@n@bb"), "bb") as second:
+            second.publish([stored(KEYS[:3])])
+            await eventually(lambda: it.node.snapshots == 1 and it.prefix() == 3)
