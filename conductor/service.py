@@ -126,7 +126,8 @@ class Conductor:
         self.membership = Membership(
             config, self.registry, self._upstream, self.index, self._pump, clock, self._guard, store
         )
-        self.metrics, self.decisions = Metrics(self._gauges), DecisionLog(config.decisions.kept)
+        self.metrics = Metrics(self._gauges, self.registry.get)
+        self.decisions = DecisionLog(config.decisions.kept)
         prompts = Prompts(
             self.registry, self._upstream, self.membership, config.deadline.tokenize_s,
             self._tokenizers,

@@ -261,15 +261,17 @@ class Metrics(Collector):
         handoffs: metrics of handoffs of pairs.
     """
 
-    def __init__(self, snapshot: Snapshot) -> None:
+    def __init__(self, snapshot: Snapshot, known: Callable[[str], object]) -> None:
         """Register all metrics.
 
         Args:
             snapshot: returns values kept by other objects; called at each scrape, on the event
                 loop.
+            known: the engine with an id; None = it was removed.
         """
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._snapshot = snapshot
+        self._known = known
         self._ttft_errors: deque[float] = deque(maxlen=_ERRORS_KEPT)
         self.registry = CollectorRegistry()
 
@@ -339,7 +341,8 @@ class Metrics(Collector):
 
     def failed(self, engine: str, *, retried: bool) -> None:
         """A request failed at an engine; it may be retried on another one."""
-        self._failures.labels(engine).inc()
+        if self._known(engine) is not None:
+            self._failures.labels(engine).inc()
         if retried:
             self._retries.inc()
 
