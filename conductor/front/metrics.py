@@ -322,11 +322,8 @@ class Metrics(Collector):
             "Delay of a timer on the event loop, maximum of the last second.",
             registry=self.registry,
         )
-        build = Info(
-            "kvstore_conductor_build",
-            "Always 1; the labels are the versions.",
-            registry=self.registry,
-        )
+        said = "Always 1; the labels are the versions."
+        build = Info("kvstore_conductor_build", said, registry=self.registry)
         build.info({"version": version_of(), "python": platform.python_version()})
         ProcessCollector(registry=self.registry)
         self.registry.register(self)

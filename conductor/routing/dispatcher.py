@@ -305,30 +305,28 @@ class Dispatcher:
 
         If this fails, :meth:`decided` has what was decided before.
         """
-        self._step(now)
-        return self.decided()
-
-    def decided(self) -> list[Effect]:
-        """Take the effects that were not taken yet."""
-        effects, self._effects = self._effects, []
-        return effects
-
-    def _step(self, now: float) -> None:
         self._stepped_at = now
         if self.pools is not None:
             self.view(now)  # engines have computed by now what they should; `due` may have looked
             look(self.pools, self._registry, self.loads, now)
-        self._receive(now)
+        if self._arrived:
+            self._receive(now)
         if self._waiting:
             view = self.view(now)
-            waiting = self._admitted(view, self._priced(view), now)
-            for decision in self._scheduler.schedule(view, waiting, now):
+            self._admit(view, self._priced(view), now)
+            for decision in self._scheduler.schedule(view, self._rows.columns, now):
                 if not isinstance(decision, Hold):
                     self._carry_out(decision, now)
                 elif decision.engine:
                     self._waiting[decision.request].bound = decision.engine
                     self._rows.bind(decision.request, decision.engine)
                     self._learned.add(decision.request)  # what it needs there
+        return self.decided()
+
+    def decided(self) -> list[Effect]:
+        """Take the effects that were not taken yet."""
+        effects, self._effects = self._effects, []
+        return effects
 
     def _carry_out(self, effect: Effect, now: float) -> None:
         """Carry out a decision; if that fails, its request is refused and nothing is left of it."""
@@ -342,19 +340,16 @@ class Dispatcher:
                 case Reject():
                     self.left(effect.request, now)
         except BaseException:
-            self._effects.append(known.request.broken())
-            self.left(effect.request, now)
+            self._refuse(known, known.request.broken())
             raise
         self._effects.append(effect)
 
-    def _admitted(self, view: View, waiting: Waiting, now: float) -> Waiting:
-        """Refuse unassigned requests; returns the others."""
-        if not self.admission.judges:
-            return waiting
-        rows = self._scheduler.order(view, waiting, now)
-        for reject in self.admission.refusals(view, waiting, rows, now):
-            self._carry_out(reject, now)
-        return self._rows.columns
+    def _admit(self, view: View, waiting: Waiting, now: float) -> None:
+        """Refuse the unassigned requests that are not admitted."""
+        if self.admission.judges:
+            rows = self._scheduler.order(view, waiting, now)
+            for reject in self.admission.refusals(view, waiting, rows, now):
+                self._carry_out(reject, now)
 
     def _priced(self, view: View) -> Waiting:
         """Those without an assignment, with the seconds that their prompts need now."""
@@ -370,8 +365,6 @@ class Dispatcher:
 
     def _receive(self, now: float) -> None:
         """Give places at decode engines to those whose KV has arrived."""
-        if not self._arrived:
-            return
         waiting = WaitingRows(map(self._row, self._arrived.values())).columns
         handoffs = [self._arrived[number].handoff for number in waiting.numbers]
         choices = self._scheduler.receive(self.view(now), waiting, handoffs, now)
@@ -460,11 +453,8 @@ class Dispatcher:
         self._arrived.pop(known.request.number, None)
 
     def _refuse(self, known: KnownRequest, reject: Reject) -> None:
-        if known.promised is not None:
-            self.loads.left(known.request.number, known.promised, self._stepped_at)
-            self._places.unpromise(known.promised)
-        self._remove(known, self._stepped_at)
         self._effects.append(reject)
+        self.left(known.request.number, self._stepped_at)
 
     def _remove(self, known: KnownRequest, now: float) -> None:
         number = known.request.number
