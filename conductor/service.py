@@ -113,7 +113,7 @@ class Conductor:
         health = config.health
         self.registry = EngineRegistry(health.probe_s, health.dead_after, health.backoff_s_max)
         self.index: PrefixIndex = index or IndexProcess(index_settings(config))
-        self._upstream = Upstream(config.deadline)
+        self.bodies, self._upstream = Bodies(config.http.body_bytes_max), Upstream(config.deadline)
         policy = POLICIES[config.policy.name]
         prefixes = PrefixView(self.index, self.registry, needed=policy.needs_prefixes)
         self._book, rules = CostBook(), admission_rules(config)
@@ -126,7 +126,8 @@ class Conductor:
         self.membership = Membership(
             config, self.registry, self._upstream, self.index, self._pump, clock, self._guard, store
         )
-        self.metrics, self.decisions = Metrics(self._gauges), DecisionLog(config.decisions.kept)
+        self.metrics = Metrics(self._gauges, self.registry.get)
+        self.decisions = DecisionLog(config.decisions.kept)
         prompts = Prompts(
             self.registry, self._upstream, self.membership, config.deadline.tokenize_s,
             self._tokenizers,
@@ -143,7 +144,6 @@ class Conductor:
             self.registry, self._upstream, dispatcher, self._pump, health.probe_timeout_s, clock,
             self._guard,
         )  # fmt: skip
-        self.bodies = Bodies(config.http.body_bytes_max)
         self.proxy = Proxy(parts, config, self.bodies, [one.name for one in rules.classes])
         self._adviser = Adviser(self.registry, dispatcher, rules.classes[0], clock)
         self._front = Front(self.faults, _connections_max())

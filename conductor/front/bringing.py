@@ -282,6 +282,8 @@ class Bringer:
                     )  # fmt: skip
             finally:
                 self._replications[node] -= 1
+                if not self._replications[node]:
+                    del self._replications[node]
             self._counts[_REPLICATE, outcome] += 1
 
         self._tasks.create_task(carry(), name="replicate")

@@ -215,8 +215,8 @@ class LocalTokenizers:
             return None
         if self._jobs >= _JOBS_MAX:
             return None
-        self._jobs += 1
         job = self._threads.submit(tokenizer.encode, rendered)
+        self._jobs += 1
         waited = asyncio.wrap_future(job)
         waited.add_done_callback(lambda _: self._ended())
         try:

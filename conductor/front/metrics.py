@@ -261,15 +261,17 @@ class Metrics(Collector):
         handoffs: metrics of handoffs of pairs.
     """
 
-    def __init__(self, snapshot: Snapshot) -> None:
+    def __init__(self, snapshot: Snapshot, known: Callable[[str], object]) -> None:
         """Register all metrics.
 
         Args:
             snapshot: returns values kept by other objects; called at each scrape, on the event
                 loop.
+            known: the engine with an id; None = it was removed.
         """
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._snapshot = snapshot
+        self._known = known
         self._ttft_errors: deque[float] = deque(maxlen=_ERRORS_KEPT)
         self.registry = CollectorRegistry()
 
@@ -320,11 +322,8 @@ class Metrics(Collector):
             "Delay of a timer on the event loop, maximum of the last second.",
             registry=self.registry,
         )
-        build = Info(
-            "kvstore_conductor_build",
-            "Always 1; the labels are the versions.",
-            registry=self.registry,
-        )
+        said = "Always 1; the labels are the versions."
+        build = Info("kvstore_conductor_build", said, registry=self.registry)
         build.info({"version": version_of(), "python": platform.python_version()})
         ProcessCollector(registry=self.registry)
         self.registry.register(self)
@@ -339,7 +338,8 @@ class Metrics(Collector):
 
     def failed(self, engine: str, *, retried: bool) -> None:
         """A request failed at an engine; it may be retried on another one."""
-        self._failures.labels(engine).inc()
+        if self._known(engine) is not None:
+            self._failures.labels(engine).inc()
         if retried:
             self._retries.inc()
 

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
+from functools import partial
 from typing import Final, NamedTuple
 
 import msgspec
@@ -44,6 +45,10 @@ _WEIGHTS_KEPT_S: Final = 60.0
 _WEIGHTS_KEPT_MAX: Final = 4096
 _WEIGHTS_S: Final = 1.0
 """For how long a registration waits for a file system."""
+_LATE_S: Final = 30.0
+"""After which the next adapter is read, while a thread still waits for a file system."""
+_THREADS_MAX: Final = 8
+"""Threads that wait for file systems; nothing more is read meanwhile."""
 
 _PATH_MAX: Final = 4096
 _NOT_FOUND: Final = 404
@@ -85,6 +90,7 @@ class _Models(msgspec.Struct):
 _DESCRIBED: Final = msgspec.json.Decoder(DescribedEngine)
 _Weights = dict[str, str | None]
 """path → fingerprint of the files there; None = they cannot be read."""
+_Job = asyncio.Future[str | None]
 _MODELS: Final = msgspec.json.Decoder(_Models)
 
 
@@ -129,7 +135,7 @@ class ServedReader:
         self._timeout_s = timeout_s
         self._fingerprint = fingerprint
         self._known: dict[str, tuple[float, str | None]] = {}  # path → until when, what
-        self._job: asyncio.Future[_Weights] | None = None
+        self._jobs: dict[str, tuple[float, _Job]] = {}  # path → when it is late, its fingerprint
 
     async def describe(self, entry: EngineEntry) -> SaidEngine:
         """Ask an engine that registers.
@@ -191,21 +197,31 @@ class ServedReader:
         with suppress(TimeoutError):
             async with asyncio.timeout(_WEIGHTS_S):
                 while new := self._unknown(paths):
-                    if self._job is None or self._job.done():  # at most one thread
-                        self._job = _in_thread(self._fingerprint, new)
-                        self._job.add_done_callback(self._keep)
-                    await asyncio.wait({self._job})
+                    self._read_one(new)
+                    jobs = [job for _, job in self._jobs.values()]
+                    await asyncio.wait(jobs, return_when=asyncio.FIRST_COMPLETED)
         return {path: self._known[path][1] for path in paths if path in self._known}
 
     def _unknown(self, paths: Collection[str]) -> list[str]:
         now = time.monotonic()
         return [path for path in paths if self._known.get(path, (0.0, None))[0] <= now]
 
-    def _keep(self, job: asyncio.Future[_Weights]) -> None:
-        found, until = job.result(), time.monotonic() + _WEIGHTS_KEPT_S
-        if len(self._known) + len(found) > _WEIGHTS_KEPT_MAX:
+    def _read_one(self, paths: Iterable[str]) -> None:
+        """Read the first path that nobody reads; one after the other, but for those that hang."""
+        now = time.monotonic()
+        if len(self._jobs) >= _THREADS_MAX or any(now < late for late, _ in self._jobs.values()):
+            return
+        path = next((one for one in paths if one not in self._jobs), None)
+        if path is not None:
+            job = _in_thread(self._fingerprint, path)
+            self._jobs[path] = now + _LATE_S, job
+            job.add_done_callback(partial(self._keep, path))
+
+    def _keep(self, path: str, job: _Job) -> None:
+        del self._jobs[path]
+        if len(self._known) >= _WEIGHTS_KEPT_MAX:
             self._known.clear()
-        self._known |= {path: (until, weights) for path, weights in found.items()}
+        self._known[path] = time.monotonic() + _WEIGHTS_KEPT_S, job.result()
 
 
 def _path(root: object) -> str | None:
@@ -217,18 +233,20 @@ def _length(model: _Model) -> int | None:
     return length if isinstance(length, int) and 0 < length <= LENGTH_MAX else None
 
 
-def _in_thread(fingerprint: Callable[[str], str], paths: Iterable[str]) -> asyncio.Future[_Weights]:
-    """Read fingerprints in a thread, which may wait for ever for a file system that hangs."""
+def _in_thread(fingerprint: Callable[[str], str], path: str) -> _Job:
+    """Read a fingerprint in a thread, which may wait for ever for a file system that hangs."""
     loop = asyncio.get_running_loop()
-    done: asyncio.Future[_Weights] = loop.create_future()
+    done: _Job = loop.create_future()
 
     def work() -> None:
-        found: _Weights = dict.fromkeys(paths)
-        for path in paths:
-            with suppress(OSError, ValueError):  # ValueError: a path with a null byte
-                found[path] = fingerprint(path)
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(done.set_result, found)
+        found = None
+        try:
+            # ValueError: a path with a null byte; RecursionError: a folder that is too deep.
+            with suppress(OSError, ValueError, RecursionError):
+                found = fingerprint(path)
+        finally:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(done.set_result, found)
 
     threading.Thread(target=work, name="kvstore-adapters", daemon=True).start()
     return done

@@ -8,12 +8,12 @@ One event loop owns everything; there are no locks.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Final, Self
 
 from conductor.front.guarding import Guard
-from conductor.routing.choices import Assign, Continue, Reject
+from conductor.routing.choices import Assign, Continue, Effect, Reject
 from conductor.routing.columns import Matches
 from conductor.routing.desk import Desk
 from conductor.routing.dispatcher import Dispatcher
@@ -113,8 +113,6 @@ class Lease:
         traceback: TracebackType | None,
     ) -> None:
         self._queue.leave(self._number)
-        if self._answer.done() and not self._answer.cancelled():
-            self._answer.exception()  # nobody may have waited for it
 
 
 class RequestQueue:
@@ -256,12 +254,20 @@ class RequestQueue:
         for number in [n for n, answer in self._answers.items() if answer.done()]:
             del self._answers[number]  # its client has disconnected
             self._looked.left(number, now)
-        for effect in self._looked.step(now):
+        try:
+            self._tell(self._looked.step(now))
+        except BaseException:
+            self._tell(self._desk.decided(now))
+            raise
+
+    def _tell(self, effects: Iterable[Effect]) -> None:
+        for effect in effects:
             answer = self._answers.pop(effect.request, None)
             if answer is None:
                 continue  # its client had gone when the dispatcher refused it
             if isinstance(effect, Reject):
                 answer.set_exception(RejectedError(effect))
+                answer.exception()  # nobody may wait for it
             else:
                 answer.set_result(effect)
 

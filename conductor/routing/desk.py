@@ -156,7 +156,14 @@ class Desk:
             if self._writes:
                 self._write(LearnInput(number, dict(matches)))
             self.dispatcher.learn(number, matches)
-        effects = self.dispatcher.step(now)
+        return self._written(self.dispatcher.step(now), now)
+
+    def decided(self, now: float) -> list[Effect]:
+        """What was decided by a step that failed then."""
+        effects = self.dispatcher.decided()
+        return self._written(effects, now) if effects else effects
+
+    def _written(self, effects: list[Effect], now: float) -> list[Effect]:
         if self._writes:
             self._write(Stepped(now, shown(effects)))
         return effects

@@ -23,7 +23,7 @@ Pure: the caller passes the time. The asyncio queue is one caller, a simulator i
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Final
 
@@ -91,7 +91,7 @@ class Dispatcher:
         self._waiting: dict[int, KnownRequest] = {}  # without an assignment
         self._rows = WaitingRows()  # these, as columns
         self._arrived: dict[int, KnownRequest] = {}  # whose KV waits for a decode engine
-        self._refused: list[Effect] = []  # until the next step
+        self._effects: list[Effect] = []  # until they are taken
         self._places = Occupancy(self.loads.others)
         self._closed = False
 
@@ -134,11 +134,11 @@ class Dispatcher:
         if self.pools is not None:
             came(self.pools, self._registry, request.model, request.arrived)
         if self._closed:
-            self._refused.append(request.closing())
+            self._effects.append(request.closing())
         elif len(self._waiting) >= self._limits.waiting_max:
-            self._refused.append(request.queue_full(len(self._waiting), self.retry_after_s))
+            self._effects.append(request.queue_full(len(self._waiting), self.retry_after_s))
         elif (long := too_long(request, self._registry.infos(request.model))) is not None:
-            self._refused.append(long)
+            self._effects.append(long)
         else:
             short = too_short(self._registry.infos(request.model), request.length)
             known = KnownRequest(request, request.arrived + self._limits.wait_s, short)
@@ -301,41 +301,55 @@ class Dispatcher:
         self._learned.add(number)
 
     def step(self, now: float) -> list[Effect]:
-        """Decide what can be decided now; a request gets no further effect after a Reject."""
-        effects, self._refused = self._refused, []
+        """Decide what can be decided now; a request gets no further effect after a Reject.
+
+        If this fails, :meth:`decided` has what was decided before.
+        """
         self._stepped_at = now
         if self.pools is not None:
             self.view(now)  # engines have computed by now what they should; `due` may have looked
             look(self.pools, self._registry, self.loads, now)
-        effects += self._receive(now)
+        if self._arrived:
+            self._receive(now)
         if self._waiting:
             view = self.view(now)
-            waiting, refused = self._admitted(view, self._priced(view), now)
-            effects += refused
-            for decision in self._scheduler.schedule(view, waiting, now):
-                if isinstance(decision, Assign):
-                    self._give(decision, now)
-                elif isinstance(decision, Hold) and decision.engine:
+            self._admit(view, self._priced(view), now)
+            for decision in self._scheduler.schedule(view, self._rows.columns, now):
+                if not isinstance(decision, Hold):
+                    self._carry_out(decision, now)
+                elif decision.engine:
                     self._waiting[decision.request].bound = decision.engine
                     self._rows.bind(decision.request, decision.engine)
                     self._learned.add(decision.request)  # what it needs there
-                elif isinstance(decision, Reject):
-                    self._remove(self._known[decision.request], now)
-                if not isinstance(decision, Hold):
-                    effects.append(decision)
+        return self.decided()
+
+    def decided(self) -> list[Effect]:
+        """Take the effects that were not taken yet."""
+        effects, self._effects = self._effects, []
         return effects
 
-    def _admitted(
-        self, view: View, waiting: Waiting, now: float
-    ) -> tuple[Waiting, Sequence[Reject]]:
-        """The unassigned requests that are not refused, and those that are."""
-        if not self.admission.judges:
-            return waiting, ()
-        rows = self._scheduler.order(view, waiting, now)
-        refused = self.admission.refusals(view, waiting, rows, now)
-        for reject in refused:
-            self._remove(self._known[reject.request], now)
-        return self._rows.columns, refused
+    def _carry_out(self, effect: Effect, now: float) -> None:
+        """Carry out a decision; if that fails, its request is refused and nothing is left of it."""
+        known = self._known[effect.request]
+        try:
+            match effect:
+                case Assign():
+                    self._give(known, effect, now)
+                case Continue():
+                    self._continue(known, effect, now)
+                case Reject():
+                    self.left(effect.request, now)
+        except BaseException:
+            self._refuse(known, known.request.broken())
+            raise
+        self._effects.append(effect)
+
+    def _admit(self, view: View, waiting: Waiting, now: float) -> None:
+        """Refuse the unassigned requests that are not admitted."""
+        if self.admission.judges:
+            rows = self._scheduler.order(view, waiting, now)
+            for reject in self.admission.refusals(view, waiting, rows, now):
+                self._carry_out(reject, now)
 
     def _priced(self, view: View) -> Waiting:
         """Those without an assignment, with the seconds that their prompts need now."""
@@ -349,51 +363,44 @@ class Dispatcher:
         self._learned.clear()
         return waiting
 
-    def _receive(self, now: float) -> list[Effect]:
+    def _receive(self, now: float) -> None:
         """Give places at decode engines to those whose KV has arrived."""
-        effects: list[Effect] = []
-        if not self._arrived:
-            return effects
         waiting = WaitingRows(map(self._row, self._arrived.values())).columns
         handoffs = [self._arrived[number].handoff for number in waiting.numbers]
         choices = self._scheduler.receive(self.view(now), waiting, handoffs, now)
         for row, choice in choices.items():
-            known = self._known[waiting.numbers[row]]
-            if isinstance(choice, Reject):
-                self._give_back(known, now)
-                self._remove(known, now)
-                effects.append(choice)
-            elif isinstance(choice, str):
-                effects.append(self._continue(known, choice, now))
-        return effects
+            if isinstance(choice, str):
+                number = waiting.numbers[row]
+                rank = self._known[number].rank(choice)
+                self._carry_out(Continue(number, choice, rank), now)
+            elif isinstance(choice, Reject):
+                self._carry_out(choice, now)
 
-    def _continue(self, known: KnownRequest, decode: str, now: float) -> Continue:
+    def _continue(self, known: KnownRequest, chosen: Continue, now: float) -> None:
+        """Take the place of a request whose KV has arrived; first that, as in :meth:`_give`."""
+        number, decode, promised = chosen.request, chosen.decode, known.promised
         assert known.assign is not None
-        assert known.promised is not None
-        if decode != known.promised:
+        assert promised is not None
+        if decode != promised:
             self._places.chosen([decode])
-        self._places.unpromise(known.promised)
-        self.loads.left(known.request.number, known.promised, now)
+        known.promised, known.arrived = None, False
+        self._places.unpromise(promised)
+        known.held.append(decode)
+        self._places.take(decode)
+        del self._arrived[number]
+        self.loads.left(number, promised, now)
         known.assign = replace(known.assign, decode=decode)
         self._decodes(known, decode, now, reported=False)  # its KV is on its way
         engine = self._registry.get(decode)
         if engine is not None:
-            self.loads.hands_over(known.request.number, engine.info, known.missing(decode), now)
-        known.promised, known.arrived = None, False
-        known.held.append(decode)
-        self._places.take(decode)
-        del self._arrived[known.request.number]
-        return Continue(known.request.number, decode, known.rank(decode))
+            self.loads.hands_over(number, engine.info, known.missing(decode), now)
 
-    def _give(self, assign: Assign, now: float) -> None:
-        """Take the places of an assignment."""
-        known = self._waiting.pop(assign.request)
+    def _give(self, known: KnownRequest, assign: Assign, now: float) -> None:
+        """Take the places of an assignment; first that, so that they can be given back."""
+        del self._waiting[assign.request]
         self._rows.drop(assign.request)
         assert not known.held
         known.assign = assign
-        self._load(known, assign, now)
-        self.loads.foreseen(assign.ttft_s + now - known.request.arrived)
-        self._attained.assigned(assign.request)
         known.tries += 1
         engine_ids = list(dict.fromkeys((assign.prefill, assign.decode)))
         self._places.chosen(engine_ids)
@@ -404,6 +411,9 @@ class Dispatcher:
             else:
                 known.promised = engine_id
                 self._places.promise(engine_id)
+        self._load(known, assign, now)
+        self.loads.foreseen(assign.ttft_s + now - known.request.arrived)
+        self._attained.assigned(assign.request)
 
     def _load(self, known: KnownRequest, assign: Assign, now: float) -> None:
         """Add the work of an assignment to its engines."""
@@ -443,11 +453,8 @@ class Dispatcher:
         self._arrived.pop(known.request.number, None)
 
     def _refuse(self, known: KnownRequest, reject: Reject) -> None:
-        if known.promised is not None:
-            self.loads.left(known.request.number, known.promised, self._stepped_at)
-            self._places.unpromise(known.promised)
-        self._remove(known, self._stepped_at)
-        self._refused.append(reject)
+        self._effects.append(reject)
+        self.left(known.request.number, self._stepped_at)
 
     def _remove(self, known: KnownRequest, now: float) -> None:
         number = known.request.number

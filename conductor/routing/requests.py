@@ -49,6 +49,11 @@ class Request:
         why = f"{waiting} requests are waiting already"
         return Reject(self.number, why, retry_after_s, "queue_full", status=429)
 
+    def broken(self) -> Reject:
+        """Its refusal because a decision about it could not be carried out."""
+        what = "an internal error; see the Conductor's log"
+        return Reject(self.number, what, 0, "internal", status=500)
+
     def closing(self) -> Reject:
         """Its refusal while the Conductor shuts down."""
         return Reject(self.number, "the Conductor is shutting down", 1, "shutting_down")

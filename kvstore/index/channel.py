@@ -8,7 +8,10 @@ one message.
 """
 
 import asyncio
+import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from typing import Final
 
 from kvstore.events import zmtp
@@ -159,21 +162,15 @@ class EventListener:
 
     One publisher is followed at a time. Of several that connect meanwhile, the newest waits: an
     engine that was restarted takes the place of its former self.
+
+    Args:
+        endpoint: ``ipc://`` or ``tcp://``; a port ``*`` is any free one. :meth:`start` binds it.
     """
 
     def __init__(self, endpoint: str) -> None:
-        """Bind the endpoint; :meth:`start` accepts connections.
-
-        Args:
-            endpoint: ``ipc://`` or ``tcp://``; a port ``*`` is any free one.
-
-        Raises:
-            OSError: it cannot be bound; the message says why.
-        """
-        try:
-            self._listener = Listener("events_bind", parse_endpoint("events_bind", endpoint), 0o600)
-        except InvalidArgument as error:
-            raise OSError(str(error)) from error
+        self._asked = endpoint
+        self._binding: _Binding | None = None
+        self._listener: Listener | None = None
         self._server: asyncio.Server | None = None
         self._waiting: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._came = asyncio.Event()
@@ -181,14 +178,39 @@ class EventListener:
     @property
     def endpoint(self) -> str:
         """The actual endpoint."""
+        assert self._listener is not None
         return str(self._listener.endpoint)
 
-    async def start(self) -> None:
-        """Accept connections."""
-        if self._server is None:
+    async def start(self, timeout_s: float) -> None:
+        """Bind the endpoint and accept connections, if that has not been done yet.
+
+        It may be called again after an error. What takes longer than ``timeout_s`` goes on until
+        then.
+
+        Args:
+            timeout_s: maximum time for binding.
+
+        Raises:
+            OSError: it cannot be bound, or not in time; the message says why.
+        """
+        if self._server is not None:
+            return
+        binding = self._binding = self._binding or _Binding(self._asked)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await binding.ended.wait()
+        except TimeoutError:
+            raise OSError(f"cannot listen there: it takes more than {timeout_s:g} s") from None
+        self._binding = None
+        listener = binding.made.result()
+        try:
             self._server = await asyncio.start_server(
-                self._accepted, sock=self._listener.socket, limit=_BUFFER_BYTES
+                self._accepted, sock=listener.socket, limit=_BUFFER_BYTES
             )
+        except BaseException:
+            listener.close()
+            raise
+        self._listener = listener
 
     def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         before, self._waiting = self._waiting, (reader, writer)
@@ -220,9 +242,58 @@ class EventListener:
         if self._waiting is not None:
             self._waiting[1].transport.abort()
             self._waiting = None
+        if self._binding is not None:
+            self._binding.abandon()
+            self._binding = None
         if self._server is not None:
             self._server.close()
-        self._listener.close()
+        if self._listener is not None:
+            self._listener.close()
+
+
+class _Binding:
+    """Binds an endpoint in a thread, because a name server or a file system may hang.
+
+    Attributes:
+        made: the listener.
+        ended: it was made, or failed.
+
+    Raises:
+        OSError: no thread can be started.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        self.made: Future[Listener] = Future()
+        self.ended = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        thread = threading.Thread(
+            target=self._bind, args=(endpoint,), name="kvstore-bind", daemon=True
+        )
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise OSError(str(error)) from error
+
+    def _bind(self, endpoint: str) -> None:
+        try:
+            where = parse_endpoint("events_bind", endpoint)
+            self.made.set_result(Listener("events_bind", where, 0o600))
+        except InvalidArgument as error:
+            self.made.set_exception(OSError(str(error)))
+        finally:
+            if not self.made.done():
+                self.made.set_exception(OSError("cannot listen there, after a bug"))
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self.ended.set)
+
+    def abandon(self) -> None:
+        """Close the listener as soon as it is made."""
+        self.made.add_done_callback(_close_made)
+
+
+def _close_made(made: Future[Listener]) -> None:
+    if made.exception() is None:
+        made.result().close()
 
 
 async def _connect(endpoint: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

@@ -77,7 +77,7 @@ class Follower(Generic[FeedT]):
         snapshots: snapshots that were read.
         snapshot_at: time of the last one, on the loop's clock; 0 = none.
         resyncs: times that everything was read again because of a gap or an audit.
-        has_snapshots: it follows a node, of a version that answers questions.
+        has_snapshots: it follows a node, whose version is not known to answer no questions.
         sampled: some of the pages that the events of a node named.
         faults: faults of its publisher, by cause.
     """
@@ -102,7 +102,8 @@ class Follower(Generic[FeedT]):
         self.faults = Faults(_log, f"events of {source.worker}")
         self._bounds = bounds
         self._turn_ends = 0.0
-        self.has_snapshots = source.is_node and source.replay_endpoint is not None
+        self._is_asked = source.is_node and source.replay_endpoint is not None
+        self.has_snapshots = self._is_asked
         self._counts_from = 0  # number of the batch after those that tell whether all is right
         self._drifted = False
         self._applying = False
@@ -111,13 +112,10 @@ class Follower(Generic[FeedT]):
     async def run(self) -> None:
         """Follow until cancelled."""
         pause_s = _AGAIN_S_MIN
-        listener: EventListener | None = None
+        listener = EventListener(self.source.endpoint) if self.source.bind else None
         try:
             while True:
                 try:
-                    if self.source.bind and listener is None:
-                        listener = EventListener(self.source.endpoint)
-                        await listener.start()
                     await self._follow(listener)
                 except OSError as error:
                     self._broke("connection", _said(error))
@@ -172,6 +170,7 @@ class Follower(Generic[FeedT]):
         """
         source = self.source
         if listener is not None:
+            await listener.start(CONNECT_S)
             channel = await listener.accept(CONNECT_S)
         else:
             channel = await EventConnection.open(
@@ -248,7 +247,7 @@ class Follower(Generic[FeedT]):
         topic, number_frame, payload = message
         number = int.from_bytes(number_frame, "big")
         if self.sequence.met_live(topic, number):
-            self._clear()
+            self._restarted()
         try:
             if self.sequence.needs_replay(number):
                 if self.has_snapshots and not self.sequence.known:
@@ -360,6 +359,11 @@ class Follower(Generic[FeedT]):
         self._counts_from = 0
         self.feed.clear()
 
+    def _restarted(self) -> None:
+        """Another life of the publisher, perhaps of another version."""
+        self._clear()
+        self.has_snapshots = self._is_asked
+
     async def _let_others(self) -> None:
         """Yield to the event loop if this turn was long; wait while the feed is full."""
         loop = asyncio.get_running_loop()
@@ -418,7 +422,7 @@ class Follower(Generic[FeedT]):
         async with aclosing(replay) as messages:
             async for topic, number, payload in messages:
                 if self.sequence.met(topic):
-                    self._clear()
+                    self._restarted()
                     return True
                 if number is not None:
                     found = True

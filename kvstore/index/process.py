@@ -47,6 +47,8 @@ STALE_S: Final = 5.0
 """For how long a table is read whose writer shows no sign of life."""
 HUNG_S: Final = 10.0
 """Without a sign of life for this long, the process is killed and another one started."""
+_LAST_S: Final = 2.0
+"""Then one more is waited for: perhaps this process, or the machine, stood still."""
 _START_S: Final = 30.0
 """Maximum time from the start of the process to its first report."""
 _END_S: Final = 2.0
@@ -170,8 +172,7 @@ class IndexProcess:
         try:
             self.began()
             while True:
-                async with asyncio.timeout(HUNG_S if life.begun else _START_S):
-                    report = await life.next_report()
+                report = await life.next_report(HUNG_S if life.begun else _START_S)
                 if isinstance(report, Aside):
                     self.heard(report.body)
                     continue
@@ -263,9 +264,26 @@ class _Life:
         if not self._writer.is_closing():  # a closed transport would raise
             self._writer.write(framed(command))
 
-    async def next_report(self) -> Report:
-        """Wait for the next report."""
-        return await next_report(self._reader)
+    async def next_report(self, timeout_s: float) -> Report:
+        """Wait for the next report.
+
+        Args:
+            timeout_s: for how long; and then once more for :data:`_LAST_S`.
+
+        Raises:
+            TimeoutError: none came.
+            EOFError: it has ended.
+            UnreadableError: it said something else.
+        """
+        reading = asyncio.ensure_future(next_report(self._reader))
+        reading.add_done_callback(lambda one: one.cancelled() or one.exception())
+        try:
+            for limit_s in (timeout_s, _LAST_S):
+                if (await asyncio.wait({reading}, timeout=limit_s))[0]:
+                    return reading.result()
+        finally:
+            reading.cancel()
+        raise TimeoutError
 
     async def end(self) -> None:
         """End the process; one that does not even end when it is killed is left to the kernel."""

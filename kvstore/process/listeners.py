@@ -7,6 +7,7 @@ if two processes start at the same time, because they check under a lock.
 
 import errno
 import fcntl
+import logging
 import os
 import socket
 import stat
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from kvstore.protocol.errors import InvalidArgument, reason
+
+_log = logging.getLogger(__name__)
 
 PATH_BYTES_MAX: Final = 107
 """Maximum length of the path of a Unix socket on Linux."""
@@ -123,10 +126,15 @@ class Listener:
             raise InvalidArgument(field, what + advice(endpoint, error)) from error
 
     def close(self) -> None:
-        """Stop listening; remove the file if it is still ours."""
-        if isinstance(self.endpoint, Unix) and self._inode == _inode(self.endpoint.path):
-            Path(self.endpoint.path).unlink(missing_ok=True)
-        self.socket.close()
+        """Stop listening; remove the file if it is still ours, and can be removed."""
+        try:
+            # Before the socket is closed: a dead socket could be replaced meanwhile.
+            if isinstance(self.endpoint, Unix) and self._inode == _inode(self.endpoint.path):
+                Path(self.endpoint.path).unlink(missing_ok=True)
+        except OSError as error:
+            _log.warning("%s stays behind: %s", self.endpoint, reason(error))
+        finally:
+            self.socket.close()
 
 
 def advice(endpoint: Endpoint, error: Exception) -> str:

@@ -293,18 +293,26 @@ def _devices(topology: str) -> list[str]:
 
 
 def _receive(control: socket.socket, messages: "queue.SimpleQueue[tuple[Any, int]]") -> None:
-    """Receive messages until the node has closed the socket; then end this process."""
+    """Receive messages until the node has closed the socket; then end this process.
+
+    It also ends if descriptors are missing, because this process may not have more: another one is
+    started.
+    """
     reader, descriptors = MessageReader(), deque[int]()
-    with contextlib.suppress(OSError, KVStoreError):
-        while True:
-            data, came, _, _ = socket.recv_fds(control, _RECEIVE_BYTES, _DESCRIPTORS_MAX)
-            descriptors.extend(came)
-            if not data:
-                break
-            for message in reader.feed(data):
-                needs = isinstance(message, MapMemory)
-                messages.put((message, descriptors.popleft() if needs else -1))
-    os._exit(0)
+    try:
+        with contextlib.suppress(OSError, KVStoreError):
+            while True:
+                data, came, flags, _ = socket.recv_fds(control, _RECEIVE_BYTES, _DESCRIPTORS_MAX)
+                descriptors.extend(came)
+                if not data or flags & socket.MSG_CTRUNC:
+                    return
+                for message in reader.feed(data):
+                    needs = isinstance(message, MapMemory)
+                    if needs and not descriptors:
+                        return
+                    messages.put((message, descriptors.popleft() if needs else -1))
+    finally:
+        os._exit(0)
 
 
 def main() -> int:

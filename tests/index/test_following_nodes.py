@@ -216,6 +216,7 @@ def applied(index: LocalIndex, batches: int) -> bool:
 @in_loop
 async def test_a_publisher_may_connect_to_us_and_come_back() -> None:
     bound = channel.EventListener("tcp://127.0.0.1:*")
+    await bound.start(channel.CONNECT_S)
     endpoint = bound.endpoint
     bound.close()
     engine = Source(worker="engine/e", domain="m", endpoint=endpoint, bind=True)
@@ -243,6 +244,7 @@ async def test_a_publisher_may_connect_to_us_and_come_back() -> None:
 @in_loop
 async def test_of_two_publishers_that_connect_to_us_one_is_heard_at_a_time() -> None:
     bound = channel.EventListener("tcp://127.0.0.1:*")
+    await bound.start(channel.CONNECT_S)
     endpoint = bound.endpoint
     bound.close()
     engine = Source(worker="engine/e", domain="m", endpoint=endpoint, bind=True)

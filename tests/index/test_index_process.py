@@ -23,6 +23,7 @@ from kvstore.index.runs import PartNeed, PrefixNeeds
 from kvstore.index.scope import key_chains, scope_seed
 from kvstore.index.table import IndexReader
 from kvstore.protocol.page import page_keys
+from tests.conftest import WaitUntil
 from tests.index.publishers import KEYS, SPACE, node, stored, usable
 from tests.loops import eventually, in_loop
 
@@ -230,6 +231,24 @@ async def test_the_table_of_a_stopped_index_is_not_believed_again_when_it_is_kil
 
         await eventually(again)
         assert seen <= {-1, 0}
+
+
+@in_loop
+async def test_an_index_is_not_killed_because_its_reader_stood_still(
+    monkeypatch: pytest.MonkeyPatch, wait_until: WaitUntil
+) -> None:
+    index = IndexProcess(SETTINGS)
+    async with knowing(index):
+        monkeypatch.setattr(process, "HUNG_S", 1.0)
+        monkeypatch.setattr(process, "_LAST_S", 20.0)
+        report = index.present().report
+        await eventually(lambda: index.present().report is not report, "the next one has 1 s")
+        table, report = index.present()
+        assert table is not None
+        until_ns = time.monotonic_ns() + 2_000_000_000
+        wait_until(lambda: time.monotonic_ns() - table.age_ns(time.monotonic_ns()) > until_ns)
+        await eventually(lambda: index.present().report is not report)
+        assert (index.restarts, prefix(index)) == (0, 5)
 
 
 class RacingClock:

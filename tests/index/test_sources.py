@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import errno
+import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -9,13 +11,16 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvstore.events import server as eventserver
 from kvstore.events import zmtp
 from kvstore.events.publisher import EventPublisher, FollowerAccess
-from kvstore.index import followers
+from kvstore.index import channel, followers
 from kvstore.index.channel import MESSAGE_BYTES_MAX, EventConnection
+from kvstore.index.control import Source
 from kvstore.index.payload import EVENTS_MAX
-from tests.index.publishers import KEYS, SPACE, following, node, stored, with_fake
-from tests.loops import eventually, in_loop
+from kvstore.process.listeners import Listener
+from tests.index.publishers import KEYS, SPACE, as_node, following, node, stored, with_fake
+from tests.loops import WAIT_S, eventually, in_loop
 
 WITH_NOBODY = 5
 """Tasks: the test, the publisher's replays, the index, its followers, its audits."""
@@ -211,3 +216,132 @@ async def test_who_is_followed_no_longer_holds_nothing_any_more() -> None:
         await eventually(lambda: len(asyncio.all_tasks()) == WITH_NOBODY)
         assert it.index.present().report.workers == []
         assert len(it.table.holders().holders) == 0
+
+
+class GatedListener(Listener):
+    """A listener whose name server, or file system, does not answer before the test says so.
+
+    Attributes:
+        begun: how many were begun.
+        made: those that are.
+    """
+
+    gate: threading.Event
+    begun: int
+    made: list[Listener]
+
+    def __init__(self, *args: Any) -> None:
+        type(self).begun += 1
+        assert self.gate.wait(WAIT_S), "nobody else had a turn"
+        super().__init__(*args)
+        self.made.append(self)
+
+
+@pytest.fixture
+def gated(monkeypatch: pytest.MonkeyPatch) -> type[GatedListener]:
+    class Gated(GatedListener):
+        gate, begun, made = threading.Event(), 0, []
+
+    monkeypatch.setattr(channel, "Listener", Gated)
+    return Gated
+
+
+def bound_at(path: Path) -> Source:
+    return Source(worker="engine/e", domain="d", endpoint=f"ipc://{path}", bind=True)
+
+
+@in_loop
+async def test_an_endpoint_that_cannot_be_bound_for_long_delays_no_other_source(
+    gated: type[GatedListener], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(followers, "CONNECT_S", 0.05)
+    async with with_fake() as (it, publisher):
+        it.index.follow(bound_at(tmp_path / "events"))
+        await eventually(lambda: gated.begun)
+        await publisher.send(0, stored(KEYS[:2]), live=False)
+        it.index.follow(node(publisher.endpoint, publisher.replay_endpoint))
+        await eventually(lambda: it.prefix() == 2)
+        await eventually(lambda: it.worker("engine/e").faults.get("connection", 0) >= 2)
+        assert "cannot listen" in it.worker("engine/e").why
+        assert gated.begun == 1, "one thread, however long it takes"
+        gated.gate.set()
+        await eventually((tmp_path / "events").exists)
+
+
+@in_loop
+async def test_an_endpoint_that_is_bound_too_late_is_closed(
+    gated: type[GatedListener], tmp_path: Path
+) -> None:
+    async with following() as it:
+        it.index.follow(bound_at(tmp_path / "events"))
+        await eventually(lambda: gated.begun)
+        it.index.unfollow("engine/e")
+        await asyncio.sleep(0)
+        gated.gate.set()
+        await eventually(lambda: gated.made and gated.made[0].socket.fileno() < 0)
+        assert not (tmp_path / "events").exists()
+
+
+@in_loop
+async def test_listening_that_failed_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, tries = asyncio.start_server, 0
+
+    async def first_fails(*args: Any, **options: Any) -> asyncio.Server:
+        nonlocal tries
+        tries += 1
+        if tries == 1:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return await start(*args, **options)
+
+    monkeypatch.setattr(asyncio, "start_server", first_fails)
+    async with following() as it:
+        it.index.follow(bound_at(tmp_path / "events"))
+        await eventually(lambda: tries == 2)
+        assert it.worker("engine/e").faults == {"connection": 1}
+        reader, writer = await asyncio.open_unix_connection(tmp_path / "events")
+        assert await reader.readexactly(1) == b"\xff", "somebody shakes hands"
+        writer.transport.abort()
+
+
+@in_loop
+async def test_a_socket_that_cannot_be_removed_ends_no_other_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    remove, path = Path.unlink, tmp_path / "events"
+
+    def read_only(self: Path, **options: bool) -> None:
+        if self == path:
+            raise OSError(errno.EROFS, "Read-only file system", str(self))
+        remove(self, **options)
+
+    async with following() as it:
+        it.index.follow(bound_at(path))
+        await eventually(path.exists)
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "unlink", read_only)
+            it.index.unfollow("engine/e")
+            await eventually(lambda: "stays behind" in caplog.text or it.running.done())
+        assert not it.running.done()
+
+
+@in_loop
+async def test_an_older_node_that_is_upgraded_is_asked_for_its_snapshot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with following() as it:
+        with monkeypatch.context() as older:
+            older.setattr(eventserver, "ASK", b"an older node does not know the word")
+            first = EventPublisher("tcp://127.0.0.1:*", "tcp://127.0.0.1:*", topic=b"kvstore@n@aa")
+            ends = (first.bound_endpoint, first.bound_replay_endpoint)
+            try:
+                first.publish([stored(KEYS[:5])])
+                it.index.follow(msgspec.structs.replace(node(*ends), is_node=True))
+                await eventually(lambda: it.node.current)
+                assert (it.prefix(), it.node.snapshots) == (5, 0)
+            finally:
+                await asyncio.to_thread(first.close)
+        with as_node(EventPublisher(*ends, topic=b"kvstore@n@bb"), "bb") as second:
+            second.publish([stored(KEYS[:3])])
+            await eventually(lambda: it.node.snapshots == 1 and it.prefix() == 3)

@@ -218,3 +218,17 @@ def test_a_folder_that_is_a_file_is_named_with_what_to_do(tmp_path):
 
     with pytest.raises(InvalidArgument, match="file is not a directory: choose another path"):
         Listener("endpoint", Unix(str(tmp_path / "file" / "a.sock")), 0o600)
+
+
+def test_a_file_that_cannot_be_removed_keeps_no_socket_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def read_only(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    listener = Listener("endpoint", Unix(str(tmp_path / "a.sock")), 0o600)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", read_only)
+        listener.close()
+    assert listener.socket.fileno() < 0
+    assert "a.sock stays behind: Read-only file system" in caplog.text

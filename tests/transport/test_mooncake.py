@@ -6,6 +6,9 @@ without the wheel; ``tests/cluster_processes/test_mooncake.py`` has the real one
 
 import os
 import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +19,13 @@ from kvstore.protocol.errors import ConfigError, TransferTimeout
 from kvstore.testing.mooncake import CHECKS, MooncakePair
 from kvstore.testing.transport import TransportContract
 from kvstore.transport import engine
+from kvstore.transport.engine_messages import (
+    EngineReady,
+    MapMemory,
+    MessageReader,
+    StartEngine,
+    framed,
+)
 from kvstore.transport.mooncake import MooncakeTransport
 from tests.cluster_processes import mooncake_program
 from tests.cluster_processes.mooncake_program import Scene
@@ -68,6 +78,31 @@ def test_a_machine_without_mooncake_is_told_what_to_install(monkeypatch, tmp_pat
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(ConfigError, match=r"libibverbs\.so\.1.*'\.\[mooncake\]"):
         MooncakeTransport("127.0.0.1", 1 << 20)
+
+
+@pytest.mark.parametrize("descriptors", [0, 65])
+def test_a_process_whose_descriptors_do_not_all_arrive_ends(descriptors: int) -> None:
+    ours, theirs = socket.socketpair()
+    child = subprocess.Popen(
+        [sys.executable, "-m", "kvstore.transport.engine_child", str(theirs.fileno())],
+        pass_fds=[theirs.fileno()],
+    )
+    theirs.close()
+    memory = os.memfd_create("kvstore-test")
+    try:
+        ours.settimeout(WAIT_S)
+        ours.sendall(framed(StartEngine("127.0.0.1", "tcp")))
+        [ready] = MessageReader().feed(ours.recv(4096))
+        assert isinstance(ready, EngineReady)
+        os.ftruncate(memory, 1 << 21)
+        socket.send_fds(ours, [framed(MapMemory(1 << 40, 1 << 21, 1))], [memory] * descriptors)
+        assert ours.recv(1) == b"", "it has ended"
+        assert child.wait(WAIT_S) == 0
+    finally:
+        child.kill()
+        child.wait()
+        ours.close()
+        os.close(memory)
 
 
 PAUSE_S = 2.5

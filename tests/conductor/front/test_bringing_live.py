@@ -386,6 +386,7 @@ async def test_a_prefix_that_many_ask_for_is_copied_once() -> None:
         assert (job.path, job.body["copies"]) == ("/v1/replicate", 2)
         assert job.body["key"] == bytes(KEYS[7]).hex(), "the pages that all of them have"
         assert not made.nodes["n2"].jobs
+        assert not made.client.conductor._bringer._replications
 
 
 @in_loop

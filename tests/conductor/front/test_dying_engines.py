@@ -213,3 +213,18 @@ async def test_an_engine_that_refuses_a_prompt_is_not_thought_to_have_it(policy:
         assert tries[0] == ["a", "b"]
         pages = 16 * len(tries)  # of the other one
         await eventually(lambda: client.conductor.index.present().report.expected == pages)
+
+
+@in_loop
+async def test_an_engine_that_was_removed_has_no_failures_any_more() -> None:
+    removed, other = FakeEngine("a", "mixed"), FakeEngine("b", "mixed")
+    async with serving(removed, other) as client:
+        removed.gate.clear()
+        asked = asyncio.create_task(client.complete())
+        await eventually(lambda: removed.running == 1)
+        assert await client.delete("/v1/engines/a") == 204
+        await removed.stop()
+        assert (await asked)[0] == 200
+        told = (await client.get("/metrics"))[1]
+        assert "retries_total 1.0" in told
+        assert "engine_failures_total{" not in told

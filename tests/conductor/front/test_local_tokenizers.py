@@ -321,3 +321,11 @@ def test_without_any_nothing_is_started() -> None:
     assert asyncio.run(local.tokenize("m", rendered(prompt="x"))) is None
     local.close()
     assert local.gauges() == {"local_tokenizer": {}}
+
+
+def test_a_prompt_that_gets_no_thread_takes_no_place(tmp_path: Path) -> None:
+    local = LocalTokenizers({"m": LocalTokenizer(folder(tmp_path / "m"))})
+    local.close()
+    with pytest.raises(RuntimeError):
+        asyncio.run(local.tokenize("m", rendered(prompt="x")))
+    assert local._jobs == 0

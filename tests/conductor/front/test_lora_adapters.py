@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from conductor.front import membership
+from conductor.front import membership, served
 from conductor.front.served import ADAPTERS_MAX, ServedReader
 from conductor.routing.engines import LoraAdapter
 from conductor.routing.naming import lora_of, own_domain
@@ -291,6 +291,61 @@ async def test_a_file_system_that_hangs_delays_nobody_and_holds_one_thread() -> 
         served = await reader.read("e", f"http://{name}")
         assert served.adapters == {name: LoraAdapter(f"/{name}", "ab")}
     assert asked == ["/x", "/y"], "what is known is not read again soon"
+
+
+async def weights_of(reader: ServedReader, name: str) -> str | None:
+    told = await reader.read("e", f"http://{name}")
+    return told.adapters[name].weights
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("error", [RecursionError, KeyError])
+@in_loop
+async def test_an_adapter_whose_reading_fails_in_any_way_keeps_no_other_from_being_read(
+    error: type[Exception],
+) -> None:
+    def fails(path: str) -> str:
+        if path == "/x":
+            raise error
+        return "ab"
+
+    reader = ServedReader(_Listed(), 1.0, fails)  # type: ignore[arg-type]
+    async with asyncio.timeout(30):
+        assert await weights_of(reader, "x") is None
+        while await weights_of(reader, "y") != "ab":
+            pass
+
+
+@in_loop
+async def test_a_file_system_that_hangs_for_long_delays_no_other_and_holds_few_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(served, "_LATE_S", 0.0)
+    monkeypatch.setattr(served, "_THREADS_MAX", 3)
+    gate, asked = threading.Event(), []
+
+    def hangs(path: str) -> str:
+        asked.append(path)
+        if path != "/y":
+            gate.wait()
+        return "ab"
+
+    reader = ServedReader(_Listed(), 1.0, hangs)  # type: ignore[arg-type]
+    try:
+        async with asyncio.timeout(30):
+            assert await weights_of(reader, "h1") is None
+            assert await weights_of(reader, "h2") is None
+            while await weights_of(reader, "y") != "ab":
+                pass
+            for name in ("h3", "h4", "h1"):
+                assert await weights_of(reader, name) is None
+        assert asked == ["/h1", "/h2", "/y", "/h3"]
+    finally:
+        gate.set()
+    async with asyncio.timeout(30):
+        for name in ("h1", "h4"):
+            while await weights_of(reader, name) != "ab":
+                pass
 
 
 @in_loop

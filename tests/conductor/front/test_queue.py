@@ -250,3 +250,62 @@ async def test_a_client_that_goes_while_its_kv_waits_leaves_nothing_behind() -> 
     first.release("d")
     assert queue.dispatcher.in_flight("d") == 0
     queue.dispatcher.check()
+
+
+@in_loop
+async def test_what_was_decided_before_a_bug_is_told_and_the_request_of_the_bug_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    queue = queue_over(e=("mixed", 1), f=("mixed", 2))
+    held = [await take(queue, number) for number in (1, 2, 3)]
+    waiting = [asyncio.create_task(use(queue, number)) for number in (4, 5, 6)]
+    await asyncio.sleep(0)
+    assigned = queue.dispatcher.loads.assigned
+
+    def broken(number: int, *args: Any) -> None:
+        if number == 5:
+            raise KeyError("a bug")
+        assigned(number, *args)
+
+    monkeypatch.setattr(queue.dispatcher.loads, "assigned", broken)
+    with monkeypatch.context() as at_once:
+        at_once.setattr(queue, "pump", lambda: None)
+        for lease in held:
+            lease.__exit__(None, None, None)
+    with pytest.raises(KeyError):
+        queue.pump()
+    async with asyncio.timeout(30):
+        await waiting[0]
+        with pytest.raises(RejectedError, match="internal error") as refused:
+            await waiting[1]
+        await waiting[2]
+    assert (refused.value.status, refused.value.code) == (500, "internal")
+    queue.dispatcher.check()
+
+
+@in_loop
+async def test_kv_that_arrived_has_its_place_though_nothing_else_could_be_decided(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    queue = queue_over(p=("prefill", 2), d=("decode", 1))
+    scheduler = queue.dispatcher._scheduler
+    with await take(queue, 1) as first:
+        await first.handed_over()
+        second = await take(queue, 2)
+        later = asyncio.create_task(second.handed_over())
+        await asyncio.sleep(0)
+        other = asyncio.create_task(use(queue, 3))
+        await asyncio.sleep(0)
+        assert len(queue) == 2
+
+        def broken(*_: object) -> Any:
+            raise OSError("cannot decide")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(scheduler, "schedule", broken)
+            with pytest.raises(OSError, match="cannot decide"):
+                first.release("d")
+            assert (await asyncio.wait_for(later, 5)).decode == "d"
+        second.__exit__(None, None, None)
+        await asyncio.wait_for(other, 30)
+    queue.dispatcher.check()

@@ -308,3 +308,57 @@ def test_it_runs_in_simulated_time_without_an_event_loop(policy: str) -> None:
             ends.append((now + 300.0, effect.request, effect.prefill))
             served += 1
     assert served == 25 * 60 - 1
+
+
+def fail_for(
+    dispatcher: Dispatcher, name: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Let a function of its loads raise for one request."""
+    real = getattr(dispatcher.loads, name)
+
+    def broken(one: int, *args: object, **options: object) -> None:
+        if one == number:
+            raise KeyError("a bug")
+        real(one, *args, **options)
+
+    monkeypatch.setattr(dispatcher.loads, name, broken)
+
+
+@pytest.mark.parametrize("engines", [[("e", "mixed")], [("p", "prefill"), ("d", "decode")]])
+def test_an_assignment_that_fails_costs_its_request_alone(
+    engines: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dispatcher = dispatcher_over(*(info(name, role, 3) for name, role in engines))
+    fail_for(dispatcher, "assigned", 2, monkeypatch)
+    with pytest.raises(KeyError):
+        arrive(dispatcher, 1, 2, 3)
+    first, second = dispatcher.decided()
+    assert isinstance(first, Assign)
+    assert isinstance(second, Reject)
+    assert (second.request, second.code, second.status) == (2, "internal", 500)
+    dispatcher.check()
+    assert dispatcher.decided() == []
+
+    assert numbers(dispatcher.step(0.0)) == [3]
+    assert dispatcher.in_flight(engines[0][0]) == 2
+    for number in (1, 2, 3):
+        dispatcher.left(number, 0.0)
+    dispatcher.check()
+
+
+def test_a_place_to_decode_that_cannot_be_given_costs_its_request_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dispatcher = dispatcher_over(info("p", "prefill", 3), info("d", "decode", 3))
+    arrive(dispatcher, 1, 2, 3)
+    for number in (1, 2, 3):
+        dispatcher.prefilled(number, 1.0)
+    fail_for(dispatcher, "hands_over", 2, monkeypatch)
+    with pytest.raises(KeyError):
+        dispatcher.step(1.0)
+    first, second = dispatcher.decided()
+    assert (type(first), type(second)) == (Continue, Reject)
+    dispatcher.check()
+
+    assert numbers(dispatcher.step(1.0)) == [3]
+    assert dispatcher.in_flight("d") == 2

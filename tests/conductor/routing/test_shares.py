@@ -41,6 +41,16 @@ def test_what_was_got_long_ago_counts_less() -> None:
     fair.check()
 
 
+def test_what_was_got_so_long_ago_that_it_is_next_to_nothing_is_no_share() -> None:
+    fair = FairShares()
+    for tenant in "ab":
+        fair.came(tenant)
+    fair.charge("a", 1, 0.0)
+    fair.charge("elsewhere", 1, 1_074 * HALF_S)
+    assert fair.levels() == {}
+    fair.check()
+
+
 def test_two_who_want_all_get_half_and_a_third_all_it_wants() -> None:
     fair, chance = FairShares(), random.Random(1)
     got = {"small": 0.0, "large": 0.0, "rare": 0.0}
