@@ -428,7 +428,6 @@ class PrefixNode:
         """The READY pages of ``shard`` are also on disk, at the places of a column."""
         assert self.ready >> shard & 1
         assert len(places) == self.count * PLACE_COLUMN
-        self.space.changes += 1
         self.place_columns = with_column(self.place_columns, shard, places)
         self._set_disk(self.on_disk | 1 << shard, self.to_disk & ~(1 << shard))
 
@@ -487,7 +486,6 @@ class PrefixNode:
         assert self.on_disk >> shard & 1
         self.place_columns = without(self.place_columns, shard)
         self._set_disk(self.on_disk & ~(1 << shard), self.to_disk)
-        self.space.changes += 1
         self.space.disk_bytes -= self.count * self.space.shards[shard].record_bytes
         self._leave(shard)
 
@@ -540,9 +538,9 @@ class PrefixNode:
         above, was = self.above, self.on_disk | self.to_disk
         self.on_disk = on_disk
         self.to_disk = to_disk
+        self.space.changes += 1
         if above is not None and not (was and on_disk | to_disk):  # nearly always neither is 0
             above.children_on_disk += (not was) - (not on_disk | to_disk)
-            self.space.changes += 1
             assert above.children_on_disk >= 0
 
     def _leave(self, shard: int) -> None:
