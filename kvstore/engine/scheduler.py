@@ -16,18 +16,19 @@ import secrets
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final
 
-from kvstore.client.results import MISS, Hit
+from kvstore.client.results import Hit
 from kvstore.engine.chain import chain_of
 from kvstore.engine.conversations import RetainedConversations
 from kvstore.engine.counts import AdapterCounts
 from kvstore.engine.drafts import DraftBlocks
 from kvstore.engine.held import JobBlocks
-from kvstore.engine.hints import FetchHint, read_hints
+from kvstore.engine.hints import read_hints
 from kvstore.engine.identity import window_pages
 from kvstore.engine.last_tokens import LastTokens
 from kvstore.engine.layered import LayeredSteps
 from kvstore.engine.load_choice import HitOffer, LoadChooser, PromptsAhead, offer_of
 from kvstore.engine.load_decisions import LoadDecisions
+from kvstore.engine.lookups import StepLookups
 from kvstore.engine.messages import Load, Report, Step, Store
 from kvstore.engine.opening import Opening
 from kvstore.engine.options import LoadOrder, Options
@@ -36,8 +37,7 @@ from kvstore.engine.pending import PendingWait, missing_tokens
 from kvstore.engine.requests import BlockHolder, PromptScope, Request, ScheduledRequest, Setup
 from kvstore.engine.sources import blocks_of, source_blocks, target_blocks
 from kvstore.engine.states import BlockJob, RequestState
-from kvstore.engine.transfer import NOTHING, Transfer, read_transfer
-from kvstore.protocol.page import PrefixKeys
+from kvstore.engine.transfer import Transfer, read_transfer
 
 FREES_SOON_S: Final = 0.1
 """Seconds for which the engine should wait for a job instead of preempting a running request."""
@@ -67,6 +67,8 @@ class SchedulerSide:
         self.chooser = LoadChooser(self.pace, options.loads)
         self._decisions = LoadDecisions(self.chooser, options.room_wait_ms / 1000, self.counts.add)
         self._backlog = PromptsAhead()
+        timeout_s = options.lookup_timeout_ms / 1000
+        self._lookups = StepLookups(opening, setup.page_tokens, timeout_s, clock, self.counts)
         self._opening = opening
         self._setup = setup
         self._page_tokens = setup.page_tokens
@@ -139,11 +141,18 @@ class SchedulerSide:
         """How many tokens beyond ``computed`` to load; None = ask again later."""
         request, waits = state.request, self._options.load is LoadOrder.ASYNC
         most = self._setup.loadable_tokens(request.num_tokens, asynchronous=waits)
-        keys = state.keys()[: most // self._page_tokens]
-        if state.loads_over or len(keys) * self._page_tokens <= computed:
+        pages = most // self._page_tokens
+        missing = missing_tokens(0, pages, computed, self._page_tokens)
+        if state.loads_over or not missing:
             return 0
-        promise = self._promise(request)
-        hit = self._lookup(keys, promise, state.hint)
+        if self._lookups.passes_over(state):
+            wait_s = self._wait_s(self.pace.recompute_s(missing))
+            return None if state.wait.waits_for_turn(now, wait_s) else 0
+        keys = state.keys()[:pages]
+        if len(keys) * self._page_tokens <= computed:
+            return 0
+        promise = self._lookups.promise(request)
+        hit = self._lookups.ask(keys, promise, state.hint)
         there = hit.pages + hit.remote
         wanted = min(len(keys), max(there + hit.pending, promise.promised_pages(self._page_tokens)))
         missing = missing_tokens(there, wanted, computed, self._page_tokens)
@@ -167,7 +176,7 @@ class SchedulerSide:
         divisible = not any(window_pages(one, self._page_tokens) for one in self._setup.groups)
         return offer_of(
             hit, computed, self._page_tokens, page_bytes, backlog,
-            divisible=divisible, promised=self._promise(state.request).continues,
+            divisible=divisible, promised=self._lookups.promise(state.request).continues,
         )  # fmt: skip
 
     def allocated(self, request: Request, blocks: Sequence[Sequence[int]], tokens: int) -> None:
@@ -211,24 +220,6 @@ class SchedulerSide:
         least, most = self._options.load_timeout_ms_min / 1000, self._options.load_timeout_ms / 1000
         return min(most, max(least, compute_s))
 
-    def _lookup(self, keys: PrefixKeys, promise: Transfer, hint: FetchHint) -> Hit:
-        space = self._opening.get()
-        if space is None:
-            return MISS
-        began = self._clock()
-        held = promise.promised_pages(self._page_tokens)
-        held, node = (held, promise.kvstore_node) if held else (hint.pages(keys), hint.node)
-        hit = space.lookup(keys, holder=node, held=held)
-        self.counts.add("lookups")
-        self.counts.add("lookup_seconds", self._clock() - began)
-        return hit
-
-    def _promise(self, request: Request) -> Transfer:
-        """The pages that the prefill engine says it has stored."""
-        if not (request.kv_transfer_params and self._opening.connected):
-            return NOTHING
-        return read_transfer(request.kv_transfer_params)
-
     def _waits(self, state: RequestState, missing: int, now: float) -> bool:
         """Whether the request should wait for pages that are being written or located."""
         if not state.wait.begun:
@@ -251,6 +242,7 @@ class SchedulerSide:
             others_load: others than this adapter load KV in this step for requests that it
                 computes: what it computes may be wrong.
         """
+        self._lookups.next_step()
         loads, self._loads = self._loads, []
         waited = {one.job: self._jobs[one.job].held for one in loads if one.layerwise}
         others = self._next_job if others_load else 0

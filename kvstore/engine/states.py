@@ -26,6 +26,7 @@ class RequestState:
         load: the decision about loading.
         known: leading tokens that are computed or being loaded.
         hint: a router's hint about its pages.
+        turn: the step in which its lookup was first put off; None = it was not since the last one.
     """
 
     request: Request
@@ -40,6 +41,7 @@ class RequestState:
     loads_over: bool = False
     load: RequestLoad = field(default_factory=RequestLoad)
     known: int = 0
+    turn: int | None = None
     hole: float = float("inf")
 
     @property
