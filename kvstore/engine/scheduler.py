@@ -200,12 +200,14 @@ class SchedulerSide:
                     for place in range(len(self._setup.groups))],
             wait_s=state.wait.left_s(now, self._wait_s(choice.compute_s), least_s),
             layerwise=self._options.load is LoadOrder.LAYERWISE,
+            known=computed % self._page_tokens,
         )  # fmt: skip
         state.wait = PendingWait()
         if end == request.num_tokens:
             self._rewrites.expect(request.request_id, load)
         self._decisions.began(load.job, state.load, now)
         self._begin(request.request_id, load, first, is_load=True)
+        self._jobs[load.job].known = load.known
         self._loads.append(load)
         if self._drafts:
             self._drafts.begins_load(load, first, state)
@@ -425,7 +427,7 @@ class SchedulerSide:
         used = 0 if job.late else job.pages
         if self._drafts:
             self._drafts.ended_load(number, used)
-        self.counts.add("load_failed_tokens", (job.wanted - used) * self._page_tokens)
+        self.counts.add("load_failed_tokens", job.failed_tokens(used, self._page_tokens))
         if used < job.wanted:
             self._rewrites.computed([job.request_id])  # nobody shares what was not loaded
         if job.pages < job.wanted and state is not None:

@@ -88,6 +88,7 @@ class BlockJob:
         began: end of the step that started it; infinite until then.
         held: blocks it holds references to.
         late: its request has stopped waiting for it.
+        known: tokens of the first page of a load that the engine had already.
     """
 
     request_id: str
@@ -100,6 +101,11 @@ class BlockJob:
     seconds: float = 0.0
     began: float = float("inf")
     late: bool = False
+    known: int = 0
+
+    def failed_tokens(self, used: int, page_tokens: int) -> int:
+        """How many tokens were not loaded, of which the first ``used`` pages were."""
+        return self.wanted * page_tokens - max(used * page_tokens, self.known)
 
     def parted(self, ranks: int) -> bool:
         """Whether some of the ``ranks`` have loaded what a request waits for, and others not."""

@@ -426,7 +426,8 @@ class WorkerSide:
         self.counts.add("loads")
         self.counts.add("load_seconds", self.clock() - loading.began)
         if not loading.late:
-            self.counts.add("loaded_tokens", pages * self.groups[0].page_tokens)
+            tokens = max(0, pages * self.groups[0].page_tokens - load.known)
+            self.counts.add("loaded_tokens", tokens)
         return pages, seconds
 
     def _stored(self, storing: _Storing) -> int:

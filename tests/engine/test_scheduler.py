@@ -255,6 +255,19 @@ def test_every_rank_must_have_ended_and_the_worst_counts():
     assert world.side.counts.take()["load_failed_tokens"] == 128
 
 
+@pytest.mark.parametrize(("pages", "failed"), [(0, 256 - BLOCK), (1, 192), (4, 0)])
+def test_tokens_that_the_engine_had_did_not_fail(pages, failed):
+    world = World()
+    world.store.answer = Hit(4)
+    (load,) = world.load(request(), computed=BLOCK).loads
+    assert load.known == BLOCK
+    world.ended(load.job, pages)
+
+    counts = world.side.counts.take()
+    assert counts["hit_tokens"] == 256 - BLOCK
+    assert counts.get("load_failed_tokens", 0) == failed
+
+
 def test_a_step_is_not_idle_while_a_rank_waits_for_the_others_with_a_load():
     """It would wait there for its next load, although the request may go on before that."""
     world = World(ranks=2)

@@ -229,6 +229,17 @@ def test_a_layerwise_load_that_does_not_end_is_invalid_in_the_step_it_was_for():
     assert not outcome.invalid_blocks, "reported once"
 
 
+def test_tokens_of_a_loaded_page_that_the_engine_had_are_not_counted():
+    machine = Machine()
+    blocks = [Blocks(0, 0, [0, 2, 3, 4])]
+    for job, pages in ((1, 2), (2, 0)):
+        machine.side.start_loads([Load(job, "r", KEYS, blocks, 1.0, False, known=BLOCK)])
+        machine.jobs[-1].pages = pages
+    machine.side.poll()
+
+    assert machine.side.counts.take()["loaded_tokens"] == 2 * PAGE - BLOCK
+
+
 @pytest.mark.parametrize("device", ["cpu", "cpu:0"])
 def test_a_store_that_cannot_even_begin_is_counted_as_failed(device):
     def refuse(*arguments: Any, **options: Any) -> Any:
