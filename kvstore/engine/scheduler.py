@@ -77,7 +77,7 @@ class SchedulerSide:
         self._report_prefill = report_prefill
         self._conversations = RetainedConversations(opening.get, options.retain)
         self._holder: BlockHolder | None = None
-        self._held = JobBlocks(0)
+        self._held, self._blocks = JobBlocks(0), range(0)
         self._states: dict[str, RequestState] = {}
         self._jobs: dict[int, BlockJob] = {}
         self._next_job = 1
@@ -92,7 +92,7 @@ class SchedulerSide:
 
     def bind(self, holder: BlockHolder, blocks: int) -> None:
         """Set the holder of the engine's ``blocks`` blocks."""
-        self._holder, self._held = holder, JobBlocks(blocks)
+        self._holder, self._held, self._blocks = holder, JobBlocks(blocks), range(blocks)
         if self._drafts:
             self._drafts.resize(blocks)
 
@@ -109,8 +109,12 @@ class SchedulerSide:
         return any(self._holder.free_soon(job.held) for job in young)
 
     def forget_all(self) -> None:
-        """The engine's weights changed: pages stored so far must not be used."""
+        """The engine's weights changed: KV computed so far must not be used."""
         self._epoch = (("epoch", secrets.token_hex(16)),)
+        if self._holder:
+            # Its own reset may fail while jobs hold blocks; then it would find these, and they
+            # would be stored under the new names.
+            self._holder.forget(self._blocks)
         self._states.clear()
         if self._drafts:
             self._drafts.forget_all()

@@ -102,6 +102,16 @@ def test_after_a_reset_nothing_stored_before_is_found():
     assert world.store.asked[0][0] != world.store.asked[1][0]
 
 
+def test_a_reset_empties_the_engines_own_cache_although_stores_hold_its_blocks():
+    """Its own reset fails then, and its blocks would be stored under the new names."""
+    world = World(blocks=40)
+    world.side.see(request("a"), PLAIN)
+    assert world.step(ScheduledRequest("a", 300, [table()])).stores
+    world.side.forget_all()
+
+    assert world.blocks.forgotten == set(range(40))
+
+
 def test_pages_that_somebody_writes_are_waited_for_until_the_deadline():
     world = World(load_timeout_ms=500)
     world.store.answer = Hit(1, pending=3)
