@@ -3,7 +3,6 @@
 from kvstore.client.results import Hit
 from tests.engine.engine import PLAIN, Request, World
 
-TOKENS = list(range(300))
 SLOW_S = 0.004
 """One lookup, just within the timeout of 5 ms: three of them are in time in a step."""
 
@@ -35,7 +34,7 @@ class Slow(World):
 
 
 def requests(count, name="r"):
-    return [Request(f"{name}{at}", list(TOKENS)) for at in range(count)]
+    return [Request(f"{name}{at}", [at] * 300) for at in range(count)]
 
 
 def test_a_step_is_stopped_for_the_same_time_however_many_requests_wait():
@@ -67,8 +66,7 @@ def test_requests_that_ask_again_and_again_do_not_hold_up_others():
         assert not world.turn(waiting)
 
     assert world.looked_up == 12
-    assert len({keys.packed for keys in world.store.asked}) == 1
-    assert all(world.side._states[one.request_id].turn is None for one in waiting[-3:])
+    assert len({keys.packed for keys in world.store.asked}) == 12, "each one once"
 
 
 def test_a_request_that_is_always_passed_over_is_a_miss_at_its_deadline():
