@@ -225,11 +225,7 @@ class StoreJob(Job[T]):
 
 
 class RestoreJob(Job[RestoreResult]):
-    """A restore in the background. If the store fails, it restores 0 pages and raises nothing.
-
-    Args:
-        waits: whether the job would write nothing any more if it were cancelled now.
-    """
+    """A restore in the background. If the store fails, it restores 0 pages and raises nothing."""
 
     def __init__(
         self, worker: Worker, run: Callable[[], RestoreResult], progress: Progress, *,
@@ -237,6 +233,7 @@ class RestoreJob(Job[RestoreResult]):
         waits: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
         self._progress = progress
+        #: Whether it would write nothing any more if it were cancelled now.
         self._waits = waits
         self._layered = layered
         super().__init__(worker, run, slow, blocks)
