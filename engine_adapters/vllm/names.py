@@ -279,7 +279,7 @@ def adapter_weights(path: str, number: int) -> str:
     del number
     try:
         return weights_fingerprint(str(Path(path).expanduser()))
-    except (OSError, RuntimeError):  # a file is gone or cannot be read; nobody's home
+    except (OSError, RuntimeError, ValueError):  # a file is gone; nobody's home; no such path
         return ""
 
 

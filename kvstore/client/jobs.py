@@ -176,7 +176,9 @@ class Job(Generic[T]):
     def run(self) -> None:
         """Run it; called by the worker."""
         try:
-            self._value = self._call()
+            value = self._call()
+            if not self._ended.is_set():  # a cancelled one may have ended before
+                self._value = value
         except MustWaitError:
             if self._goes_on_elsewhere():
                 return
@@ -228,8 +230,11 @@ class RestoreJob(Job[RestoreResult]):
     def __init__(
         self, worker: Worker, run: Callable[[], RestoreResult], progress: Progress, *,
         layered: bool, slow: Worker | None = None, blocks: "BlocksOnDevice | None" = None,
+        waits: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
         self._progress = progress
+        #: Whether it would write nothing any more if it were cancelled now.
+        self._waits = waits
         self._layered = layered
         super().__init__(worker, run, slow, blocks)
         if self._refused:  # refused: there will be no layers
@@ -268,6 +273,11 @@ class RestoreJob(Job[RestoreResult]):
     def cancel(self) -> None:
         """Ask the job to stop early. Wait for its end before you reuse the blocks."""
         self._progress.cancel()
+        # An engine's step waits for the end of a layer-wise job, which does not need its thread.
+        if self._layered and self._waits() and not self._ended.is_set():
+            self._value = RestoreResult(0)
+            self._ended.set()
+            self._end_layers()
 
     def result(self, timeout_s: float = 60.0) -> RestoreResult:
         """Wait for the end; return how much was restored.

@@ -54,10 +54,12 @@ class LoadState:
         loaded: leading pages that are loaded.
         may_wait: whether the load may wait for a disk or for other nodes; otherwise it raises
             :class:`~kvstore.client.jobs.MustWaitError` where it would.
+        waits: it waits for them, or has failed: if it is cancelled now, it writes nothing more.
     """
 
     loaded: int = 0
     may_wait: bool = True
+    waits: bool = False
 
 
 class _Leased(NamedTuple):
@@ -126,9 +128,7 @@ class Loader:
                 stop = min(loaded + at_once, len(keys))
                 part = target.pages(loaded, stop)
                 state.loaded = loaded
-                count = self._from_node(
-                    keys[loaded:stop], part, shard, progress, order, may_wait=state.may_wait
-                )
+                count = self._from_node(keys[loaded:stop], part, shard, progress, order, state)
                 loaded += count
                 if loaded < stop:
                     break
@@ -316,11 +316,13 @@ class Loader:
 
     def _from_node(
         self, keys: PrefixKeys, target: mover.Pieces, shard: int,
-        progress: mover.Progress | None, order: mover.Order, *, may_wait: bool,
+        progress: mover.Progress | None, order: mover.Order, state: LoadState,
     ) -> int:  # fmt: skip
         with ExitStack() as undo:
-            leased = self._lease(keys, shard, undo, may_wait=may_wait)
-            count = len(leased.sources)
+            leased = self._lease(keys, shard, undo, may_wait=state.may_wait, state=state)
+            # First it says that it goes on, and then it looks: RestoreJob.cancel the other way.
+            state.waits = False
+            count = 0 if _is_cancelled(progress) else len(leased.sources)
             if not count:
                 return 0
             target = target if count == len(keys) else target.pages(0, count)
@@ -380,14 +382,17 @@ class Loader:
                     self._quarantine(leased, keys, shard, count)
             return count
 
-    def _lease(self, keys: PrefixKeys, shard: int, undo: ExitStack, *, may_wait: bool) -> _Leased:
+    def _lease(
+        self, keys: PrefixKeys, shard: int, undo: ExitStack, *, may_wait: bool,
+        state: LoadState | None = None,
+    ) -> _Leased:  # fmt: skip
         """Lease the leading run; ``undo`` releases it."""
         link, lease = self._resources.link, next(names)
         # Open the space before using the memory, so that both belong to the same connection.
         opened = self._numbers(link)
         memory = undo.enter_context(link.moving())
         undo.callback(link.send_later, wire.Release(lease), opened.epoch)
-        answer = self.acquire(opened, keys, shard, lease, may_wait=may_wait)
+        answer = self.acquire(opened, keys, shard, lease, may_wait=may_wait, state=state)
         digests = np.frombuffer(answer.digests, dtype=np.uint8).reshape(-1, DIGEST_BYTES)
         packed = keys.packed[: len(digests) * KEY_BYTES]
         return _Leased(
@@ -397,8 +402,9 @@ class Loader:
         )  # fmt: skip
 
     def acquire(
-        self, opened: Opened, keys: PrefixKeys, shard: int, lease: int, *, may_wait: bool
-    ) -> wire.Acquired:
+        self, opened: Opened, keys: PrefixKeys, shard: int, lease: int, *, may_wait: bool,
+        state: LoadState | None = None,
+    ) -> wire.Acquired:  # fmt: skip
         """Lease the run; pages on disk or at other nodes are brought to memory.
 
         Raises:
@@ -411,6 +417,8 @@ class Loader:
             return leased
         # Otherwise it would count towards the quota twice, and pages that are read once as read.
         link.send(wire.Release(lease, read=False), opened.epoch)
+        if state is not None:
+            state.waits = True
         if not may_wait:
             raise MustWaitError
 

@@ -419,7 +419,7 @@ class Space:
 
         def run() -> RestoreResult:
             nonlocal runs
-            state.may_wait = runs > 0  # the second time, it is on a thread that may wait
+            state.may_wait, state.waits = runs > 0, False  # the second time, its thread may wait
             runs += 1
             pages = load()
             return RestoreResult(pages, pages * size, perf_counter() - submitted)
@@ -427,8 +427,9 @@ class Space:
         layered = order == "segment" and (pool.device == "cpu" or there is not None)
         resources = self._resources
         return RestoreJob(
-            resources.loads, run, progress, layered=layered, slow=resources.slow_loads, blocks=there
-        )
+            resources.loads, run, progress, layered=layered, slow=resources.slow_loads,
+            blocks=there, waits=lambda: state.waits,
+        )  # fmt: skip
 
     def restore_shards(
         self, keys: PrefixKeys, blocks: npt.ArrayLike, parts: Sequence[tuple[KVPool, int]],

@@ -45,8 +45,9 @@ class RetainedConversations:
         keys = stored()
         if not len(keys):
             return
-        if len(name) > NAME_CHARS_MAX:
-            name = hashlib.sha256(name.encode()).hexdigest()
+        raw = name.encode(errors="surrogatepass")
+        if len(name) > NAME_CHARS_MAX or raw != name.encode(errors="replace"):
+            name = hashlib.sha256(raw).hexdigest()
         if len(self._waiting) < WAITING_MAX:
             self._waiting[request_id] = name, keys
         else:

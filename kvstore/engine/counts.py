@@ -10,6 +10,7 @@ from kvstore.protocol.errors import DeviceCause, DeviceUnavailable
 SERIES: Final = {
     "lookups": "Lookups of the scheduler.",
     "lookup_seconds": "Seconds of the engine's scheduler spent in lookups.",
+    "passed_over": "Requests whose lookup was put off, because the step's lookups took too long.",
     "hit_tokens": "Tokens found beyond the engine's own prefix cache.",
     "disk_hit_tokens": "Hit tokens that only the node's disk had.",
     "remote_hit_tokens": "Hit tokens that only other nodes had.",

@@ -191,7 +191,13 @@ def chain_seed(parts: Sequence[tuple[str, str]]) -> bytes:
     Args:
         parts: (kind, value) pairs of other inputs: the LoRA adapter, then the salt.
     """
-    return msgspec.msgpack.encode(list(parts)) if parts else b""
+    if not parts:
+        return b""
+    try:
+        return msgspec.msgpack.encode(list(parts))
+    except UnicodeEncodeError:  # a client may send half of a surrogate pair
+        raw = [(kind, value.encode(errors="surrogatepass")) for kind, value in parts]
+        return msgspec.msgpack.encode(raw)
 
 
 def lora_parts(name: str, path: str, weights: str) -> tuple[tuple[str, str], ...]:

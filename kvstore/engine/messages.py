@@ -26,7 +26,11 @@ class Blocks(NamedTuple):
 
 
 class Load(NamedTuple):
-    """Pages to restore into a request's blocks."""
+    """Pages to restore into a request's blocks.
+
+    Attributes:
+        known: tokens of the first page that the engine has already.
+    """
 
     job: int
     request: str
@@ -34,6 +38,7 @@ class Load(NamedTuple):
     blocks: list[Blocks]
     wait_s: float
     layerwise: bool
+    known: int = 0
 
 
 class Store(NamedTuple):

@@ -28,7 +28,13 @@ class PendingWait:
     @property
     def begun(self) -> bool:
         """Whether :meth:`goes_on` was called."""
-        return self._until is not None
+        return self.ask_at > 0.0
+
+    def waits_for_turn(self, now: float, wait_s: float) -> bool:
+        """Like :meth:`goes_on` for a request that was not looked up: it may be at any time."""
+        if self._until is None:
+            self._began, self._until = now, now + wait_s
+        return now < self._until
 
     def goes_on(self, now: float, wait_s: float) -> bool:
         """Whether to look up again at ``ask_at``; False = continue with the pages found.
@@ -37,10 +43,9 @@ class PendingWait:
             now: monotonic seconds.
             wait_s: seconds of the whole wait; only the value of the first call is used.
         """
-        if self._until is None:
-            self._began, self._until = now, now + wait_s
+        goes_on = self.waits_for_turn(now, wait_s)
         self.ask_at = now + max(ASK_S, LATER_SHARE * (now - self._began))
-        return now < self._until
+        return goes_on
 
     def left_s(self, now: float, wait_s: float, least_s: float) -> float:
         """Seconds to wait for the load: the rest of ``wait_s``, at least ``least_s``."""

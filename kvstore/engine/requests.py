@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
@@ -153,7 +154,16 @@ def files_fingerprint(folder: Path) -> str:
 def _fingerprint(folder: Path) -> str:
     found = sorted({path for pattern in _WEIGHTS for path in folder.rglob(pattern)})
     stats = [
-        (path.relative_to(folder).as_posix(), (stat := path.stat()).st_size, stat.st_mtime_ns)
+        (_plain_name(path.relative_to(folder)), (stat := path.stat()).st_size, stat.st_mtime_ns)
         for path in found
     ]
     return hashlib.sha256(msgspec.msgpack.encode(stats)).hexdigest()[:32]
+
+
+def _plain_name(path: Path) -> str | bytes:
+    """The path as text if it is UTF-8, as in earlier versions; file names may be any bytes."""
+    name = os.fsencode(path.as_posix())
+    try:
+        return name.decode()
+    except UnicodeDecodeError:
+        return name

@@ -16,18 +16,19 @@ import secrets
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final
 
-from kvstore.client.results import MISS, Hit
+from kvstore.client.results import Hit
 from kvstore.engine.chain import chain_of
 from kvstore.engine.conversations import RetainedConversations
 from kvstore.engine.counts import AdapterCounts
 from kvstore.engine.drafts import DraftBlocks
 from kvstore.engine.held import JobBlocks
-from kvstore.engine.hints import FetchHint, read_hints
+from kvstore.engine.hints import read_hints
 from kvstore.engine.identity import window_pages
 from kvstore.engine.last_tokens import LastTokens
 from kvstore.engine.layered import LayeredSteps
 from kvstore.engine.load_choice import HitOffer, LoadChooser, PromptsAhead, offer_of
 from kvstore.engine.load_decisions import LoadDecisions
+from kvstore.engine.lookups import StepLookups
 from kvstore.engine.messages import Load, Report, Step, Store
 from kvstore.engine.opening import Opening
 from kvstore.engine.options import LoadOrder, Options
@@ -36,8 +37,7 @@ from kvstore.engine.pending import PendingWait, missing_tokens
 from kvstore.engine.requests import BlockHolder, PromptScope, Request, ScheduledRequest, Setup
 from kvstore.engine.sources import blocks_of, source_blocks, target_blocks
 from kvstore.engine.states import BlockJob, RequestState
-from kvstore.engine.transfer import NOTHING, Transfer, read_transfer
-from kvstore.protocol.page import PrefixKeys
+from kvstore.engine.transfer import Transfer, read_transfer
 
 FREES_SOON_S: Final = 0.1
 """Seconds for which the engine should wait for a job instead of preempting a running request."""
@@ -67,6 +67,8 @@ class SchedulerSide:
         self.chooser = LoadChooser(self.pace, options.loads)
         self._decisions = LoadDecisions(self.chooser, options.room_wait_ms / 1000, self.counts.add)
         self._backlog = PromptsAhead()
+        timeout_s = options.lookup_timeout_ms / 1000
+        self._lookups = StepLookups(opening, setup.page_tokens, timeout_s, clock, self.counts)
         self._opening = opening
         self._setup = setup
         self._page_tokens = setup.page_tokens
@@ -75,7 +77,7 @@ class SchedulerSide:
         self._report_prefill = report_prefill
         self._conversations = RetainedConversations(opening.get, options.retain)
         self._holder: BlockHolder | None = None
-        self._held = JobBlocks(0)
+        self._held, self._blocks = JobBlocks(0), range(0)
         self._states: dict[str, RequestState] = {}
         self._jobs: dict[int, BlockJob] = {}
         self._next_job = 1
@@ -90,7 +92,7 @@ class SchedulerSide:
 
     def bind(self, holder: BlockHolder, blocks: int) -> None:
         """Set the holder of the engine's ``blocks`` blocks."""
-        self._holder, self._held = holder, JobBlocks(blocks)
+        self._holder, self._held, self._blocks = holder, JobBlocks(blocks), range(blocks)
         if self._drafts:
             self._drafts.resize(blocks)
 
@@ -107,8 +109,12 @@ class SchedulerSide:
         return any(self._holder.free_soon(job.held) for job in young)
 
     def forget_all(self) -> None:
-        """The engine's weights changed: pages stored so far must not be used."""
+        """The engine's weights changed: KV computed so far must not be used."""
         self._epoch = (("epoch", secrets.token_hex(16)),)
+        if self._holder:
+            # Its own reset may fail while jobs hold blocks; then it would find these, and they
+            # would be stored under the new names.
+            self._holder.forget(self._blocks)
         self._states.clear()
         if self._drafts:
             self._drafts.forget_all()
@@ -139,11 +145,18 @@ class SchedulerSide:
         """How many tokens beyond ``computed`` to load; None = ask again later."""
         request, waits = state.request, self._options.load is LoadOrder.ASYNC
         most = self._setup.loadable_tokens(request.num_tokens, asynchronous=waits)
-        keys = state.keys()[: most // self._page_tokens]
-        if state.loads_over or len(keys) * self._page_tokens <= computed:
+        pages = most // self._page_tokens
+        missing = missing_tokens(0, pages, computed, self._page_tokens)
+        if state.loads_over or not missing:
             return 0
-        promise = self._promise(request)
-        hit = self._lookup(keys, promise, state.hint)
+        if self._lookups.passes_over(state):
+            wait_s = self._wait_s(self.pace.recompute_s(missing))
+            return None if state.wait.waits_for_turn(now, wait_s) else 0
+        keys = state.keys()[:pages]
+        if len(keys) * self._page_tokens <= computed:
+            return 0
+        promise = self._lookups.promise(request)
+        hit = self._lookups.ask(keys, promise, state.hint)
         there = hit.pages + hit.remote
         wanted = min(len(keys), max(there + hit.pending, promise.promised_pages(self._page_tokens)))
         missing = missing_tokens(there, wanted, computed, self._page_tokens)
@@ -167,7 +180,7 @@ class SchedulerSide:
         divisible = not any(window_pages(one, self._page_tokens) for one in self._setup.groups)
         return offer_of(
             hit, computed, self._page_tokens, page_bytes, backlog,
-            divisible=divisible, promised=self._promise(state.request).continues,
+            divisible=divisible, promised=self._lookups.promise(state.request).continues,
         )  # fmt: skip
 
     def allocated(self, request: Request, blocks: Sequence[Sequence[int]], tokens: int) -> None:
@@ -191,12 +204,14 @@ class SchedulerSide:
                     for place in range(len(self._setup.groups))],
             wait_s=state.wait.left_s(now, self._wait_s(choice.compute_s), least_s),
             layerwise=self._options.load is LoadOrder.LAYERWISE,
+            known=computed % self._page_tokens,
         )  # fmt: skip
         state.wait = PendingWait()
         if end == request.num_tokens:
             self._rewrites.expect(request.request_id, load)
         self._decisions.began(load.job, state.load, now)
         self._begin(request.request_id, load, first, is_load=True)
+        self._jobs[load.job].known = load.known
         self._loads.append(load)
         if self._drafts:
             self._drafts.begins_load(load, first, state)
@@ -210,24 +225,6 @@ class SchedulerSide:
         """Maximum seconds to wait for tokens that take ``compute_s``, within the limits."""
         least, most = self._options.load_timeout_ms_min / 1000, self._options.load_timeout_ms / 1000
         return min(most, max(least, compute_s))
-
-    def _lookup(self, keys: PrefixKeys, promise: Transfer, hint: FetchHint) -> Hit:
-        space = self._opening.get()
-        if space is None:
-            return MISS
-        began = self._clock()
-        held = promise.promised_pages(self._page_tokens)
-        held, node = (held, promise.kvstore_node) if held else (hint.pages(keys), hint.node)
-        hit = space.lookup(keys, holder=node, held=held)
-        self.counts.add("lookups")
-        self.counts.add("lookup_seconds", self._clock() - began)
-        return hit
-
-    def _promise(self, request: Request) -> Transfer:
-        """The pages that the prefill engine says it has stored."""
-        if not (request.kv_transfer_params and self._opening.connected):
-            return NOTHING
-        return read_transfer(request.kv_transfer_params)
 
     def _waits(self, state: RequestState, missing: int, now: float) -> bool:
         """Whether the request should wait for pages that are being written or located."""
@@ -251,6 +248,7 @@ class SchedulerSide:
             others_load: others than this adapter load KV in this step for requests that it
                 computes: what it computes may be wrong.
         """
+        self._lookups.next_step()
         loads, self._loads = self._loads, []
         waited = {one.job: self._jobs[one.job].held for one in loads if one.layerwise}
         others = self._next_job if others_load else 0
@@ -433,7 +431,7 @@ class SchedulerSide:
         used = 0 if job.late else job.pages
         if self._drafts:
             self._drafts.ended_load(number, used)
-        self.counts.add("load_failed_tokens", (job.wanted - used) * self._page_tokens)
+        self.counts.add("load_failed_tokens", job.failed_tokens(used, self._page_tokens))
         if used < job.wanted:
             self._rewrites.computed([job.request_id])  # nobody shares what was not loaded
         if job.pages < job.wanted and state is not None:

@@ -121,7 +121,10 @@ def prefault(pools: Sequence[KVPool], log: logging.Logger) -> None:
                     log.debug("KV memory was not touched in advance: %s", error)
                     return
 
-    threading.Thread(target=touch, name="kvstore-prefault", daemon=True).start()
+    try:
+        threading.Thread(target=touch, name="kvstore-prefault", daemon=True).start()
+    except RuntimeError as error:
+        log.debug("KV memory was not touched in advance: %s", error)
 
 
 def try_device(store: KVStore, pool: KVPool, page_bytes: int, log: logging.Logger) -> str:
@@ -160,6 +163,8 @@ def try_device(store: KVStore, pool: KVPool, page_bytes: int, log: logging.Logge
         )
     except KVStoreError as error:
         return f"{error.code}: {error}"
+    except RuntimeError as error:
+        return f"it was not tried: {error}"
     log.info(
         "kvstore: %s is ready: %.1f GB/s to it, %.1f GB/s from it, %s",
         pool.device, there / 1e9, back / 1e9,

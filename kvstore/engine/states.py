@@ -26,6 +26,7 @@ class RequestState:
         load: the decision about loading.
         known: leading tokens that are computed or being loaded.
         hint: a router's hint about its pages.
+        turn: the step in which its lookup was first put off; None = it was not since the last one.
     """
 
     request: Request
@@ -40,6 +41,7 @@ class RequestState:
     loads_over: bool = False
     load: RequestLoad = field(default_factory=RequestLoad)
     known: int = 0
+    turn: int | None = None
     hole: float = float("inf")
 
     @property
@@ -86,6 +88,7 @@ class BlockJob:
         began: end of the step that started it; infinite until then.
         held: blocks it holds references to.
         late: its request has stopped waiting for it.
+        known: tokens of the first page of a load that the engine had already.
     """
 
     request_id: str
@@ -98,6 +101,11 @@ class BlockJob:
     seconds: float = 0.0
     began: float = float("inf")
     late: bool = False
+    known: int = 0
+
+    def failed_tokens(self, used: int, page_tokens: int) -> int:
+        """How many tokens were not loaded, of which the first ``used`` pages were."""
+        return self.wanted * page_tokens - max(used * page_tokens, self.known)
 
     def parted(self, ranks: int) -> bool:
         """Whether some of the ``ranks`` have loaded what a request waits for, and others not."""

@@ -96,5 +96,5 @@ def read_transfer(parameters: Mapping[str, Any] | None) -> Transfer:
         return NOTHING
     try:
         return msgspec.convert(parameters, Transfer)
-    except msgspec.ValidationError:
+    except (msgspec.ValidationError, ValueError, RecursionError):  # lone surrogates
         return NOTHING

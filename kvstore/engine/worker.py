@@ -27,8 +27,11 @@ IDLE_WAIT_S: Final = 0.02
 """Maximum wait for the oldest load in a step that computes nothing. Otherwise the engine repeats
 such steps as fast as it can, and its two busy processes take CPU time from the load. A request that
 arrives meanwhile waits at most this long."""
-_END_TIMEOUT_S: Final = 60.0
-"""Maximum wait, in a step, for the end of a cancelled layer-wise load."""
+END_TIMEOUT_S: Final = 60.0
+"""Maximum wait, in a step, for the end of cancelled layer-wise loads."""
+LAST_WAIT_S: Final = 0.5
+"""Maximum wait for the end of each one after that: while the process was stopped, time has passed
+in which the load could not end."""
 
 
 class ShardMemory(NamedTuple):
@@ -306,8 +309,10 @@ class WorkerSide:
             outcome.report.end(others, 0)
         if idle and self._idle_steps >= self.steps_ahead:
             self._wait_idle()
+        self._cancel_late_layers()
+        until = self.clock() + END_TIMEOUT_S
         for loading in list(self._loads):
-            self._poll_load(loading, outcome)
+            self._poll_load(loading, until, outcome)
         self._idle_steps = self._idle_steps + 1 if idle and not outcome.received else 0
         for storing in list(self._stores):
             if storing.done:
@@ -368,24 +373,35 @@ class WorkerSide:
         """Whether all jobs of a load have ended, or do by ``until``."""
         return all(job.wait(max(0.0, until - self.clock())) for _, job in loading.parts)
 
-    def _poll_load(self, loading: _Loading, outcome: StepOutcome) -> None:
+    def _cancel_late_layers(self) -> None:
+        """Cancel layer-wise loads, which end with their step; all before the end of any is awaited.
+
+        They have ended only after their current wait for a disk or for other nodes.
+        """
+        for loading in self._loads:
+            waits = loading.load.layerwise and not loading.late
+            if waits and not self._ends(loading, loading.deadline):
+                for _, job in loading.parts:
+                    job.cancel()
+
+    def _poll_load(self, loading: _Loading, until: float, outcome: StepOutcome) -> None:
         load, now = loading.load, self.clock()
-        # A layer-wise load ends with its step: its last layer is loaded by now.
-        ended = self._ends(loading, loading.deadline if load.layerwise else now)
+        ended = self._ends(loading, now)
         if not ended and not loading.late and (load.layerwise or loading.deadline <= now):
-            for _, job in loading.parts:
-                job.cancel()
             if load.layerwise:
                 # The engine has used these blocks: nothing may be written to them after this.
-                ended = self._ends(loading, self.clock() + _END_TIMEOUT_S)
+                ended = self._ends(loading, until)
+                ended = ended or self._ends(loading, self.clock() + LAST_WAIT_S)
                 if not ended:
                     self.opening.log.error(
-                        "a cancelled load has not ended after %.0f s", _END_TIMEOUT_S
+                        "a cancelled load has not ended after %.0f s", END_TIMEOUT_S
                     )
                     loading.refused = loading.late = True
                     outcome.report.late.add(load.job)
                     self._finish(load, 0, outcome)
             else:
+                for _, job in loading.parts:
+                    job.cancel()
                 loading.late = True
                 self.counts.add("load_timeouts")
                 outcome.received.add(load.request)
@@ -426,7 +442,8 @@ class WorkerSide:
         self.counts.add("loads")
         self.counts.add("load_seconds", self.clock() - loading.began)
         if not loading.late:
-            self.counts.add("loaded_tokens", pages * self.groups[0].page_tokens)
+            tokens = max(0, pages * self.groups[0].page_tokens - load.known)
+            self.counts.add("loaded_tokens", tokens)
         return pages, seconds
 
     def _stored(self, storing: _Storing) -> int:

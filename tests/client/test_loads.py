@@ -2,6 +2,7 @@
 
 import threading
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -61,3 +62,44 @@ def test_a_load_that_was_cancelled_asks_for_nothing(store, order, monkeypatch):
     assert not asked
     assert space.load_pieces(keys, pieces, 0, mover.Progress(), order) == 2
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize("cancels", [False, True])
+def test_a_cancelled_layerwise_load_ends_in_its_wait_for_a_disk_and_writes_nothing_later(
+    store, monkeypatch, wait_until, cancels
+):
+    space = open_space(store)
+    source, target = Pool(4, SIZE // 4, 4), Pool(4, SIZE // 4, 4)
+    source.fill(1)
+    keys = new_keys(space, 2)
+    space.extract_from_kvpool(source.kvpool, [3, 1], keys).result(TIMEOUT_S)
+    before, waiting, gate = target.page(np.array([0, 1])), threading.Event(), threading.Event()
+    ask, warm, asked = space._loads._ask, space._loads.warm, []
+
+    def on_disk(*to, **how):
+        asked.append(ask(*to, **how))
+        none = {"addresses": b"", "digests": b"", "more": 2} if len(asked) <= 2 else {}
+        return msgspec.structs.replace(asked[-1], **none)
+
+    def slowly(*to):
+        waiting.set()
+        assert gate.wait(TIMEOUT_S)
+        return warm(*to)
+
+    monkeypatch.setattr(space._loads, "_ask", on_disk)
+    monkeypatch.setattr(space._loads, "warm", slowly)
+    job = space.restore_to_kvpool(keys, target.kvpool, [0, 1], order="segment")
+    try:
+        assert waiting.wait(TIMEOUT_S)
+        if cancels:
+            job.cancel()
+            assert job.done
+            assert not job.wait_layer(0, TIMEOUT_S)
+            assert job.result(0.0).pages == 0
+    finally:
+        gate.set()
+    wait_until(lambda: job.done and not store._resources.slow_loads._running)
+
+    assert len(asked) == 4, "at first, on the slow thread, and twice in the wait"
+    assert job.result(0.0).pages == (0 if cancels else 2)
+    assert (target.page(np.array([0, 1])) == before) is cancels

@@ -39,6 +39,17 @@ def test_a_conversation_whose_pages_were_all_found_is_kept_for_longer():
     assert (len(name), pages) == (64, 4), "a name that is too long is hashed"
 
 
+def test_a_name_that_is_no_utf_8_is_hashed_too():
+    world = World(retain={"seconds": 600})
+    world.store.answer = Hit(4)
+    for job, name in enumerate(["\ud800", "\ud800" * 300], start=1):
+        world.load(request(session_id=name))
+        world.side.finished("r")
+        world.ended(job, 4)
+
+    assert len({name for name, *_ in world.store.kept if len(name) == 64}) == 2
+
+
 @pytest.mark.parametrize(
     ("options", "more"), [({}, {"session_id": "chat"}), ({"retain": {"seconds": 600}}, {})]
 )

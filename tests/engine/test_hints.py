@@ -148,6 +148,8 @@ def test_the_hint_of_a_request_is_counted_once():
             }
         ),
         changed(actions="none"),
+        changed(actions="\ud800"),
+        changed(payload={"source_control_endpoint": "kvstore://n", "block_hashes": "\ud800"}),
         "kv.fetch",
         7,
     ],

@@ -102,6 +102,16 @@ def test_after_a_reset_nothing_stored_before_is_found():
     assert world.store.asked[0][0] != world.store.asked[1][0]
 
 
+def test_a_reset_empties_the_engines_own_cache_although_stores_hold_its_blocks():
+    """Its own reset fails then, and its blocks would be stored under the new names."""
+    world = World(blocks=40)
+    world.side.see(request("a"), PLAIN)
+    assert world.step(ScheduledRequest("a", 300, [table()])).stores
+    world.side.forget_all()
+
+    assert world.blocks.forgotten == set(range(40))
+
+
 def test_pages_that_somebody_writes_are_waited_for_until_the_deadline():
     world = World(load_timeout_ms=500)
     world.store.answer = Hit(1, pending=3)
@@ -253,6 +263,19 @@ def test_every_rank_must_have_ended_and_the_worst_counts():
     world.ended(load.job, 2)
     assert not world.blocks.held
     assert world.side.counts.take()["load_failed_tokens"] == 128
+
+
+@pytest.mark.parametrize(("pages", "failed"), [(0, 256 - BLOCK), (1, 192), (4, 0)])
+def test_tokens_that_the_engine_had_did_not_fail(pages, failed):
+    world = World()
+    world.store.answer = Hit(4)
+    (load,) = world.load(request(), computed=BLOCK).loads
+    assert load.known == BLOCK
+    world.ended(load.job, pages)
+
+    counts = world.side.counts.take()
+    assert counts["hit_tokens"] == 256 - BLOCK
+    assert counts.get("load_failed_tokens", 0) == failed
 
 
 def test_a_step_is_not_idle_while_a_rank_waits_for_the_others_with_a_load():

@@ -1,6 +1,8 @@
 """The page that a worker sends to the node and back before the engine serves."""
 
 import logging
+import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,7 +10,8 @@ import pytest
 from kvstore.client.jobs import RestoreJob
 from kvstore.client.space import Space
 from kvstore.client.store import KVStore
-from kvstore.engine.start import round_trip
+from kvstore.engine import start
+from kvstore.engine.start import prefault, round_trip, try_device
 from kvstore.mover.kvpool import KVPool
 from kvstore.protocol.errors import TransferTimeout
 from tests.engine.engine import IDENTITY, SHARD
@@ -60,3 +63,18 @@ def test_no_byte_of_a_page_that_is_late_lands_when_the_engine_serves(
     assert "transfer_timeout" in round_trip(store, IDENTITY, SHARD, pool, LOG)
     assert ended == [1]
     assert not memory.any()
+
+
+def test_an_engine_starts_where_no_further_thread_can(pool, memory, monkeypatch, caplog):
+    def no_thread(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    caplog.set_level(logging.DEBUG)
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    monkeypatch.setattr(start.mover, "is_native", True)
+    store = SimpleNamespace(device_pool=lambda pool: None)
+
+    prefault([pool], LOG)
+    assert "can't start new thread" in caplog.text
+    on_device = KVPool((int(memory.ctypes.data),), 512, 512, 16, 1, "cpu:0")
+    assert "can't start new thread" in try_device(store, on_device, 512, LOG)

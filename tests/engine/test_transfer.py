@@ -51,7 +51,8 @@ def test_pages_are_promised_by_a_prefill_engine_with_pages_of_the_same_size():
 @pytest.mark.parametrize(
     "parameters",
     [None, {}, {"remote_host": "x"}, {**PAGES, "kvstore_pages": "many"},
-     {**PAGES, "kvstore_pages": 1.5}, {"do_remote_decode": "yes"}, {"seed": []}],
+     {**PAGES, "kvstore_pages": 1.5}, {"do_remote_decode": "yes"}, {"seed": []},
+     {**PAGES, "seed": "\ud800"}, {**PAGES, "handoff": "\ud800"}],
 )  # fmt: skip
 def test_parameters_of_somebody_else_say_nothing(parameters):
     assert read_transfer(parameters) == NOTHING

@@ -10,7 +10,15 @@ from kvstore.client.results import PutResult, RestoreResult
 from kvstore.engine.identity import EngineFacts
 from kvstore.engine.messages import Blocks, Load, Store
 from kvstore.engine.opening import Opening
-from kvstore.engine.worker import IDLE_WAIT_S, GroupMemory, ShardMemory, WorkerSide, memory_of
+from kvstore.engine.worker import (
+    END_TIMEOUT_S,
+    IDLE_WAIT_S,
+    LAST_WAIT_S,
+    GroupMemory,
+    ShardMemory,
+    WorkerSide,
+    memory_of,
+)
 from kvstore.protocol.errors import LayoutMismatch
 from kvstore.protocol.page import PrefixKeys
 from tests.engine.engine import BLOCK, FULL, IDENTITY, PAGE, SHARD, FakeStore
@@ -28,11 +36,15 @@ class Job:
         self.waits: list[float] = []
         self.cancelled = False
         self.stuck = False
+        self.ends_after_cancel_s = 0.0
+        self.ends_at = float("inf")
         self.pages = 2
 
     def wait(self, timeout_s: float) -> bool:
         self.waits.append(timeout_s)
         passed = min(timeout_s, max(0.0, self.left_s))
+        if self.cancelled:
+            passed = min(timeout_s, max(0.0, self.ends_at - self.world.now))
         self.world.now += passed
         self.left_s -= passed
         return self.done
@@ -42,12 +54,12 @@ class Job:
 
     @property
     def done(self) -> bool:
-        return self.left_s <= 0
+        return self.left_s <= 0 or self.world.now >= self.ends_at
 
     def cancel(self) -> None:
         self.cancelled = True
         if not self.stuck:
-            self.left_s = min(self.left_s, 0.0)
+            self.ends_at = self.world.now + self.ends_after_cancel_s
 
     def result(self, timeout_s: float) -> RestoreResult:
         return RestoreResult(self.pages, 1024, 0.012)
@@ -227,6 +239,53 @@ def test_a_layerwise_load_that_does_not_end_is_invalid_in_the_step_it_was_for():
     outcome = machine.side.poll()
     assert outcome.report.ended[1].pages == 0
     assert not outcome.invalid_blocks, "reported once"
+
+
+def test_all_layerwise_loads_that_are_late_are_cancelled_before_the_end_of_any_is_waited_for():
+    """Each may wait for a disk, and ends after that: together, and not one after the other."""
+    machine = Machine()
+    jobs = [machine.load(number, 1000.0, wait_s=0.1, layerwise=True) for number in range(1, 4)]
+    for job in jobs:
+        job.ends_after_cancel_s = 2.0
+
+    outcome = machine.side.poll()
+
+    assert machine.now == pytest.approx(10.0 + 0.1 + 2.0)
+    assert outcome.report.ended.keys() == {1, 2, 3}
+    assert not outcome.report.late
+
+
+def test_stuck_layerwise_loads_hold_up_a_step_together_and_not_one_after_the_other():
+    machine = Machine()
+    for number in range(1, 4):
+        machine.load(number, 1000.0, wait_s=0.1, layerwise=True).stuck = True
+
+    outcome = machine.side.poll()
+
+    assert outcome.report.late == {1, 2, 3}
+    assert machine.now < 10.0 + 0.1 + END_TIMEOUT_S + 3 * LAST_WAIT_S + 0.1
+
+
+def test_a_process_that_was_stopped_meanwhile_gives_a_cancelled_load_time_to_end():
+    machine = Machine()
+    job = machine.load(1, 1000.0, wait_s=0.1, layerwise=True)
+    job.ends_after_cancel_s = END_TIMEOUT_S + 0.001  # the time passed, but the thread did not run
+
+    outcome = machine.side.poll()
+
+    assert outcome.report.ended[1].pages == 2
+    assert not outcome.report.late
+
+
+def test_tokens_of_a_loaded_page_that_the_engine_had_are_not_counted():
+    machine = Machine()
+    blocks = [Blocks(0, 0, [0, 2, 3, 4])]
+    for job, pages in ((1, 2), (2, 0)):
+        machine.side.start_loads([Load(job, "r", KEYS, blocks, 1.0, False, known=BLOCK)])
+        machine.jobs[-1].pages = pages
+    machine.side.poll()
+
+    assert machine.side.counts.take()["loaded_tokens"] == 2 * PAGE - BLOCK
 
 
 @pytest.mark.parametrize("device", ["cpu", "cpu:0"])

@@ -1,5 +1,6 @@
 """Options are checked by name; what vLLM says besides tokens changes the name of pages."""
 
+import os
 from hashlib import sha256
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from engine_adapters.vllm.names import (
     ContentHash,
     DoubtfulImages,
     adapter_settings,
+    adapter_weights,
     config_digest,
     has_strong_hashes,
     length_settings,
@@ -102,6 +104,7 @@ def test_what_a_request_says_besides_tokens_names_its_kv(tmp_path):
         asked(lora_request=adapter("l", "/elsewhere")),
         asked(lora_request=adapter("l", tmp_path / "a")),
         asked(lora_request=adapter("l", "/nowhere"), cache_salt="a"),
+        asked(cache_salt="\ud800"), asked(cache_salt="\ud801"),
     ]  # fmt: skip
     seeds = {seed_of(one) for one in requests}
 
@@ -120,11 +123,24 @@ def test_an_adapter_that_is_loaded_again_is_looked_at_again(tmp_path):
     assert seed_of(asked(lora_request=adapter("l", tmp_path, 8))) != before
 
 
+def test_file_names_of_an_adapter_may_be_any_bytes(tmp_path):
+    (tmp_path / "adapter.safetensors").write_bytes(b"weights")
+    os.utime(tmp_path / "adapter.safetensors", ns=(1, 2))
+    before = adapter_weights(str(tmp_path), 31)
+    path = os.fsencode(tmp_path) + b"/Anh\xe4nge.json"
+    os.close(os.open(path, os.O_CREAT))
+
+    named_so = named(asked(lora_request=adapter("l", tmp_path, 32)), strong_hashes=True)
+    assert named_so.usable
+    assert adapter_weights(str(tmp_path), 32) != before
+    assert before == "d77dd1f3d0e64d00297bc5bbc7bde58d", "as earlier versions named it"
+
+
 def test_kv_of_an_adapter_whose_weights_are_unknown_has_no_name(tmp_path):
     (tmp_path / "adapter.safetensors").symlink_to(tmp_path / "gone")
     wrong = [
         adapter("l", "an-owner/an-adapter"),  # at the hub, whatever it is there now
-        adapter("l", tmp_path), adapter("l", "~nobody-at-all/a"),
+        adapter("l", tmp_path), adapter("l", "~nobody-at-all/a"), adapter("l", "a\0b"),
     ]  # fmt: skip
     (tmp_path / "good").mkdir()
     wrong.append(adapter("l", tmp_path / "good", in_place=True))
