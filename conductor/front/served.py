@@ -12,7 +12,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
 from typing import Final, NamedTuple
@@ -136,6 +136,7 @@ class ServedReader:
         self._fingerprint = fingerprint
         self._known: dict[str, tuple[float, str | None]] = {}  # path → until when, what
         self._jobs: dict[str, tuple[float, _Job]] = {}  # path → when it is late, its fingerprint
+        self._unread: dict[str, None] = {}  # paths to read, those of the jobs too
 
     async def describe(self, entry: EngineEntry) -> SaidEngine:
         """Ask an engine that registers.
@@ -197,7 +198,8 @@ class ServedReader:
         with suppress(TimeoutError):
             async with asyncio.timeout(_WEIGHTS_S):
                 while new := self._unknown(paths):
-                    self._read_one(new)
+                    self._unread |= dict.fromkeys(new[: _WEIGHTS_KEPT_MAX - len(self._unread)])
+                    self._read_next()
                     jobs = [job for _, job in self._jobs.values()]
                     await asyncio.wait(jobs, return_when=asyncio.FIRST_COMPLETED)
         return {path: self._known[path][1] for path in paths if path in self._known}
@@ -206,22 +208,24 @@ class ServedReader:
         now = time.monotonic()
         return [path for path in paths if self._known.get(path, (0.0, None))[0] <= now]
 
-    def _read_one(self, paths: Iterable[str]) -> None:
-        """Read the first path that nobody reads; one after the other, but for those that hang."""
+    def _read_next(self) -> None:
+        """Read one path after the other, also when nobody waits, but for those that hang."""
         now = time.monotonic()
         if len(self._jobs) >= _THREADS_MAX or any(now < late for late, _ in self._jobs.values()):
             return
-        path = next((one for one in paths if one not in self._jobs), None)
+        path = next((one for one in self._unread if one not in self._jobs), None)
         if path is not None:
             job = _in_thread(self._fingerprint, path)
             self._jobs[path] = now + _LATE_S, job
             job.add_done_callback(partial(self._keep, path))
 
     def _keep(self, path: str, job: _Job) -> None:
-        del self._jobs[path]
+        del self._jobs[path], self._unread[path]
         if len(self._known) >= _WEIGHTS_KEPT_MAX:
             self._known.clear()
         self._known[path] = time.monotonic() + _WEIGHTS_KEPT_S, job.result()
+        with suppress(RuntimeError):  # no more threads: whoever asks next tries again
+            self._read_next()
 
 
 def _path(root: object) -> str | None:

@@ -459,12 +459,12 @@ class Dispatcher:
     def _remove(self, known: KnownRequest, now: float) -> None:
         number = known.request.number
         del self._known[number]
+        self._arrived.pop(number, None)
+        if self._waiting.pop(number, None) is not None:
+            self._rows.drop(number)
         self._attained.left(number)
         self.admission.left(number, now)
         self.loads.sent(number, now)
-        if self._waiting.pop(number, None) is not None:
-            self._rows.drop(number)
-        self._arrived.pop(number, None)
 
     def _wait(self, known: KnownRequest) -> None:
         self._waiting[known.request.number] = known

@@ -48,24 +48,32 @@ class StepLookups:
     def next_step(self) -> None:
         """A step ends, and the next one begins."""
         self._step += 1
+        full = self._spent_s >= self._limit_s
+        # Of a step with time left the next one looks up whatever comes: else one that has begun
+        # late would stay behind for ever.
+        self._oldest, self._passed = (self._passed if full else None), None
         self._spent_s = 0.0
-        self._oldest, self._passed = self._passed, None
 
-    def passes_over(self, state: RequestState) -> bool:
-        """Whether a request must wait for a later step; otherwise look it up now."""
-        if state.turn is None:
-            turn, first = self._step, True
-        else:
-            turn, first = state.turn, False
+    def is_turn(self, state: RequestState, *, last: bool) -> bool:
+        """Whether to look up a request in this step; otherwise it waits, see :meth:`pass_over`.
+
+        Args:
+            state: of the request.
+            last: its wait is over: it does not have to wait for older ones.
+        """
+        turn = self._step if state.turn is None else state.turn
         # The oldest may not come again: then this holds up the others for one step only.
-        too_early = self._oldest is not None and turn > self._oldest
-        if not too_early and self._spent_s < self._limit_s:
-            state.turn = None
+        too_early = self._oldest is not None and turn > self._oldest and not last
+        if too_early or self._spent_s >= self._limit_s:
             return False
-        self._passed = turn if self._passed is None else min(self._passed, turn)
-        state.turn = turn
-        self._counts.add("passed_over", first)
+        state.turn = None
         return True
+
+    def pass_over(self, state: RequestState) -> None:
+        """A request waits for a later step, and goes before those that come after it."""
+        self._counts.add("passed_over", state.turn is None)
+        state.turn = turn = self._step if state.turn is None else state.turn
+        self._passed = turn if self._passed is None else min(self._passed, turn)
 
     def ask(self, keys: PrefixKeys, promise: Transfer, hint: FetchHint) -> Hit:
         """Look up the leading run of ``keys``.

@@ -30,11 +30,15 @@ class PendingWait:
         """Whether :meth:`goes_on` was called."""
         return self.ask_at > 0.0
 
+    def is_over(self, now: float) -> bool:
+        """Whether the wait has begun and ended."""
+        return self._until is not None and now >= self._until
+
     def waits_for_turn(self, now: float, wait_s: float) -> bool:
         """Like :meth:`goes_on` for a request that was not looked up: it may be at any time."""
         if self._until is None:
             self._began, self._until = now, now + wait_s
-        return now < self._until
+        return not self.is_over(now)
 
     def goes_on(self, now: float, wait_s: float) -> bool:
         """Whether to look up again at ``ask_at``; False = continue with the pages found.
@@ -43,6 +47,8 @@ class PendingWait:
             now: monotonic seconds.
             wait_s: seconds of the whole wait; only the value of the first call is used.
         """
+        if self._until is not None and not self.begun:  # it has waited for its turn
+            self._until = min(self._until, now + wait_s)
         goes_on = self.waits_for_turn(now, wait_s)
         self.ask_at = now + max(ASK_S, LATER_SHARE * (now - self._began))
         return goes_on

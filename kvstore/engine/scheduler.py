@@ -149,9 +149,11 @@ class SchedulerSide:
         missing = missing_tokens(0, pages, computed, self._page_tokens)
         if state.loads_over or not missing:
             return 0
-        if self._lookups.passes_over(state):
-            wait_s = self._wait_s(self.pace.recompute_s(missing))
-            return None if state.wait.waits_for_turn(now, wait_s) else 0
+        if not self._lookups.is_turn(state, last=state.wait.is_over(now)):
+            if not state.wait.waits_for_turn(now, self._wait_s(self.pace.recompute_s(missing))):
+                return 0
+            self._lookups.pass_over(state)
+            return None
         keys = state.keys()[:pages]
         if len(keys) * self._page_tokens <= computed:
             return 0

@@ -26,7 +26,7 @@ class MooncakeEngine:
             is given transfers.
         start_ns: when another process may be started, or the present one must be ready.
         ending: the present process is being killed.
-        pause_ns: until another one is started after the last one; 0 = that was up.
+        pause_ns: until another one is started after the last one; 0 = that was up, with its memory.
     """
 
     def __init__(self, start: StartEngine) -> None:
@@ -72,7 +72,8 @@ class MooncakeEngine:
         """Kill the process; returns whether it has ended for certain."""
         if self.process is not None and not self.process.close(until_s):
             return False
-        self.pause_ns = 0 if self.endpoint else int(RESTART_S * 1e9)
+        was_up = self.endpoint and not self.registering
+        self.pause_ns = 0 if was_up else int(RESTART_S * 1e9)
         self.process, self.endpoint, self.ending = None, "", False
         self.memory, self.huge, self.registering = Regions(), {}, set()
         return True

@@ -105,6 +105,20 @@ def test_a_process_whose_descriptors_do_not_all_arrive_ends(descriptors: int) ->
         os.close(memory)
 
 
+@pytest.mark.parametrize(("registering", "pause_s"), [({1}, engine.RESTART_S), (set[int](), 0.0)])
+def test_only_after_a_process_that_had_its_memory_another_one_is_started_at_once(
+    registering: set[int], pause_s: float
+) -> None:
+    """One that cannot have the memory would be started again and again."""
+    lost = engine.MooncakeEngine(StartEngine("127.0.0.1", "tcp"))
+    lost.ready(7000)
+    lost.registering = registering
+
+    assert lost.end(0.0)
+
+    assert lost.pause_ns == pause_s * 1e9
+
+
 PAUSE_S = 2.5
 """Longer than a process takes from its start until it is up."""
 

@@ -298,6 +298,21 @@ async def weights_of(reader: ServedReader, name: str) -> str | None:
     return told.adapters[name].weights
 
 
+@in_loop
+async def test_adapters_that_are_not_read_in_time_are_read_when_nobody_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(served, "_WEIGHTS_S", 0.0)
+    asked: list[str] = []
+    reader = ServedReader(_Listed(), 1.0, lambda path: asked.append(path) or "ab")  # type: ignore[arg-type]
+    paths = {f"/{number}" for number in range(80)}
+
+    assert await reader._weights(paths) == {}
+    await eventually(lambda: len(asked) == 80)
+
+    assert set(asked) == paths
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("error", [RecursionError, KeyError])
 @in_loop

@@ -362,3 +362,17 @@ def test_a_place_to_decode_that_cannot_be_given_costs_its_request_alone(
 
     assert numbers(dispatcher.step(1.0)) == [3]
     assert dispatcher.in_flight("d") == 2
+
+
+def test_a_request_that_cannot_be_removed_holds_up_no_later_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dispatcher = dispatcher_over(info("e", "mixed", 1))
+    assert numbers(arrive(dispatcher, 1)) == [1]
+    assert arrive(dispatcher, 2) == []
+    fail_for(dispatcher, "sent", 2, monkeypatch)
+    with pytest.raises(KeyError):
+        dispatcher.left(2, 1.0)
+    dispatcher.left(1, 1.0)
+
+    assert numbers(arrive(dispatcher, 3)) == [3]
