@@ -111,6 +111,13 @@ def test_no_request_waits_for_two_turns_that_look_at_segments(full: Full):
     assert full.disk.stats().writes > 0
 
 
+def test_a_turn_that_took_long_is_told_once(full: Full):
+    full.disk.pages._reclaimer._took_long = True
+
+    assert full.disk.pages.took_long()
+    assert not full.disk.pages.took_long()
+
+
 def test_a_put_is_refused_at_its_deadline_though_that_turn_gives_up_much_of_a_segment(full: Full):
     delete(full)
     full.node.go_on(full.clock())

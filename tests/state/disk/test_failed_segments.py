@@ -158,7 +158,7 @@ def test_a_failed_segment_whose_file_cannot_be_deleted_fails_no_further_sync(fai
     end_all(world, -1)
     bad = max(world.disk.log.segments)
     world.table.residents.disk.log.fail(bad)
-    failed = 0
+    failed = refused = 0
     for tick in range(1, 30):
         world.disk.advance(tick * 1_000)
         while jobs := world.jobs(DiskJob):
@@ -167,6 +167,7 @@ def test_a_failed_segment_whose_file_cannot_be_deleted_fails_no_further_sync(fai
                     failed += 1
                     world.end_job(job, IO_ERROR)
                 elif isinstance(job, DiskSync) and bad not in job.given_up and failed:
+                    refused += 1
                     world.end_job(job, IO_ERROR, (bad,))
                 else:
                     world.end_job(job)
@@ -175,6 +176,7 @@ def test_a_failed_segment_whose_file_cannot_be_deleted_fails_no_further_sync(fai
     durable = world.persist(put(world))
     end_all(world, bad)
     assert durable.error is None
+    assert refused == 0
     assert not world.disk.troubled
 
 
