@@ -248,7 +248,7 @@ class Loader:
         """Verified views of the leading run, under a lease."""
         with ExitStack() as undo:
             try:
-                leased = self._lease(keys, shard, undo, may_wait=True)
+                leased = self._lease(keys, shard, undo, LoadState())
                 size = self._pages[shard].page_bytes
                 good = (mover.digest(leased.sources, size, leased.seeds) == leased.digests).all(1)
                 count = self._verified(leased, keys, shard, good)
@@ -319,7 +319,7 @@ class Loader:
         progress: mover.Progress | None, order: mover.Order, state: LoadState,
     ) -> int:  # fmt: skip
         with ExitStack() as undo:
-            leased = self._lease(keys, shard, undo, may_wait=state.may_wait, state=state)
+            leased = self._lease(keys, shard, undo, state)
             # First it says that it goes on, and then it looks: RestoreJob.cancel the other way.
             state.waits = False
             count = 0 if _is_cancelled(progress) else len(leased.sources)
@@ -348,7 +348,7 @@ class Loader:
         from kvstore.tier.lane import PagesInHost
 
         with ExitStack() as undo:
-            leased = self._lease(keys, shard, undo, may_wait=may_wait)
+            leased = self._lease(keys, shard, undo, LoadState(may_wait=may_wait))
             there, size = len(leased.sources), self._pages[shard].page_bytes
             if not there:
                 return 0
@@ -367,7 +367,7 @@ class Loader:
         """Load the leading run from the node through the slab to the blocks; returns its length."""
         slab, pages = promotion.slab, self._pages[shard]
         with ExitStack() as undo:
-            leased = self._lease(keys, shard, undo, may_wait=may_wait)
+            leased = self._lease(keys, shard, undo, LoadState(may_wait=may_wait))
             there = len(leased.sources)
             promotion.stage(pages, keys[:there], leased.sources, leased.answer.digests, progress)
             count = slab.load_blocks(
@@ -382,17 +382,14 @@ class Loader:
                     self._quarantine(leased, keys, shard, count)
             return count
 
-    def _lease(
-        self, keys: PrefixKeys, shard: int, undo: ExitStack, *, may_wait: bool,
-        state: LoadState | None = None,
-    ) -> _Leased:  # fmt: skip
+    def _lease(self, keys: PrefixKeys, shard: int, undo: ExitStack, state: LoadState) -> _Leased:
         """Lease the leading run; ``undo`` releases it."""
         link, lease = self._resources.link, next(names)
         # Open the space before using the memory, so that both belong to the same connection.
         opened = self._numbers(link)
         memory = undo.enter_context(link.moving())
         undo.callback(link.send_later, wire.Release(lease), opened.epoch)
-        answer = self.acquire(opened, keys, shard, lease, may_wait=may_wait, state=state)
+        answer = self.acquire(opened, keys, shard, lease, state)
         digests = np.frombuffer(answer.digests, dtype=np.uint8).reshape(-1, DIGEST_BYTES)
         packed = keys.packed[: len(digests) * KEY_BYTES]
         return _Leased(
@@ -402,9 +399,8 @@ class Loader:
         )  # fmt: skip
 
     def acquire(
-        self, opened: Opened, keys: PrefixKeys, shard: int, lease: int, *, may_wait: bool,
-        state: LoadState | None = None,
-    ) -> wire.Acquired:  # fmt: skip
+        self, opened: Opened, keys: PrefixKeys, shard: int, lease: int, state: LoadState
+    ) -> wire.Acquired:
         """Lease the run; pages on disk or at other nodes are brought to memory.
 
         Raises:
@@ -417,9 +413,8 @@ class Loader:
             return leased
         # Otherwise it would count towards the quota twice, and pages that are read once as read.
         link.send(wire.Release(lease, read=False), opened.epoch)
-        if state is not None:
-            state.waits = True
-        if not may_wait:
+        state.waits = True
+        if not state.may_wait:
             raise MustWaitError
 
         def again() -> None:

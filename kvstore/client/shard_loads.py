@@ -175,7 +175,7 @@ class ShardLoader(Loader):
         """The lease of each shard: one after the other if each may wait, else all together."""
         if may_wait:
             for (_, shard), lease in zip(parts, leases, strict=True):
-                yield self.acquire(opened, keys, shard, lease, may_wait=True)
+                yield self.acquire(opened, keys, shard, lease, LoadState())
             return
         asked = [
             wire.Acquire(

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from kvstore.client.loads import LoadState
 from kvstore.client.space import Space
 from kvstore.client.store import KVStore
 from kvstore.protocol import wire
@@ -35,7 +36,7 @@ def loaded_bytes(store: KVStore) -> int:
 
 def host_byte(store: KVStore, space: Space, keys: PrefixKeys, index: int, shard: int = 0):
     lease = 1 << 40
-    leased = space._loads.acquire(space.numbers(), keys, shard, lease, may_wait=True)
+    leased = space._loads.acquire(space.numbers(), keys, shard, lease, LoadState())
     with store._link.moving() as memory:
         address = int(memory.locate(leased.addresses, SIZE, write=True)[index])
     store._link.send(wire.Release(lease))

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
+from kvstore.client.loads import LoadState
 from kvstore.client.store import KVStore
 from kvstore.protocol import wire
 from kvstore.protocol.errors import CapacityError, InvalidArgument, TierUnavailable
@@ -42,7 +43,7 @@ def test_memory_stays_mapped_until_the_last_move_has_ended(wait_until):
     space = open_space(store)
     keys, pages = new_keys(space, 1), content(1, space.page_bytes[0])
     space.put(keys, pages)
-    leased = space._loads.acquire(space.numbers(), keys, 0, 1 << 43, may_wait=True)
+    leased = space._loads.acquire(space.numbers(), keys, 0, 1 << 43, LoadState())
     with store._link.moving() as memory:
         (view,) = memory.views(leased.addresses, space.page_bytes[0])
         closing = threading.Thread(target=store.close)

@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvstore.client.loads import LoadState
 from kvstore.client.results import Hit, PutResult
 from kvstore.client.space import Space
 from kvstore.client.store import KVStore
@@ -266,7 +267,7 @@ def test_a_flipped_byte_is_a_miss_counted_and_gone_and_nothing_else_is(
     space.put(keys, pages)
     other = open_space(store)
     other.put(keys, pages)
-    leased = space._loads.acquire(space.numbers(), keys, 0, 1 << 42, may_wait=True)
+    leased = space._loads.acquire(space.numbers(), keys, 0, 1 << 42, LoadState())
     with store._link.moving() as memory:
         address = int(memory.locate(leased.addresses, 1, write=True)[3])
     byte = ctypes.c_ubyte.from_address(address + SIZE - 1)
