@@ -69,11 +69,18 @@ class StepLookups:
         state.turn = None
         return True
 
-    def pass_over(self, state: RequestState) -> None:
-        """A request waits for a later step, and goes before those that come after it."""
+    def pass_over(self, state: RequestState, now: float, wait_s: float) -> int | None:
+        """Leave a request to a later step, in which it goes before those that came after it.
+
+        Returns:
+            None; or 0 tokens to load: it has waited for ``wait_s``, so that it is a miss.
+        """
+        if not state.wait.waits_for_turn(now, wait_s):
+            return 0
         self._counts.add("passed_over", state.turn is None)
         state.turn = turn = self._step if state.turn is None else state.turn
         self._passed = turn if self._passed is None else min(self._passed, turn)
+        return None
 
     def ask(self, keys: PrefixKeys, promise: Transfer, hint: FetchHint) -> Hit:
         """Look up the leading run of ``keys``.

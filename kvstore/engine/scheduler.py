@@ -150,7 +150,8 @@ class SchedulerSide:
         if state.loads_over or not missing:
             return 0
         if not self._lookups.is_turn(state, last=state.wait.is_over(now)):
-            return self._pass_over(state, missing, now)
+            wait_s = self._wait_s(self.pace.recompute_s(missing))
+            return self._lookups.pass_over(state, now, wait_s)
         keys = state.keys()[:pages]
         if len(keys) * self._page_tokens <= computed:
             return 0
@@ -224,13 +225,6 @@ class SchedulerSide:
         """Maximum seconds to wait for tokens that take ``compute_s``, within the limits."""
         least, most = self._options.load_timeout_ms_min / 1000, self._options.load_timeout_ms / 1000
         return min(most, max(least, compute_s))
-
-    def _pass_over(self, state: RequestState, missing: int, now: float) -> int | None:
-        """Leave a request to a later step; 0 = its wait is over, so that it is a miss."""
-        if not state.wait.waits_for_turn(now, self._wait_s(self.pace.recompute_s(missing))):
-            return 0
-        self._lookups.pass_over(state)
-        return None
 
     def _waits(self, state: RequestState, missing: int, now: float) -> bool:
         """Whether the request should wait for pages that are being written or located."""
