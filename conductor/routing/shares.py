@@ -66,7 +66,7 @@ class FairShares:
             return {}
         got = {tenant: self._got.get(tenant, 0.0) for tenant in self._present}
         share = sum(got.values()) / len(got)
-        if share <= 0:  # also of what was got so long ago that half of it is no number any more
+        if share <= 0:  # usage of long ago underflows to 0
             return {}
         return {
             tenant: max(1, floor(_STEPS * log2(one / share)))

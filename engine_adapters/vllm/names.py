@@ -279,7 +279,7 @@ def adapter_weights(path: str, number: int) -> str:
     del number
     try:
         return weights_fingerprint(str(Path(path).expanduser()))
-    except (OSError, RuntimeError, ValueError):  # a file is gone; nobody's home; no such path
+    except (OSError, RuntimeError, ValueError):  # no such file, home directory or valid path
         return ""
 
 

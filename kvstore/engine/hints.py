@@ -90,7 +90,7 @@ def _read(found: object) -> tuple[FetchHint, int]:
     """The hint of an envelope, and how many actions are unknown, of another version, or wrong."""
     try:
         envelope = msgspec.convert(found, _Envelope, from_attributes=True)
-    except (msgspec.ValidationError, ValueError, RecursionError):  # lone surrogates
+    except (msgspec.ValidationError, ValueError, RecursionError):  # ValueError: lone surrogates
         return FetchHint(), 1
     if envelope.protocol_version.partition(".")[0] != PROTOCOL_MAJOR:
         return FetchHint(), max(1, len(envelope.actions))
@@ -108,7 +108,7 @@ def _fetch_hint(action: _Action) -> FetchHint | None:
         return None
     try:
         payload = msgspec.convert(action.payload, FetchPayload)
-    except (msgspec.ValidationError, ValueError, RecursionError):  # lone surrogates
+    except (msgspec.ValidationError, ValueError, RecursionError):  # ValueError: lone surrogates
         return None
     endpoint, hashes = payload.source_control_endpoint, payload.block_hashes
     if not endpoint.startswith(ENDPOINT_SCHEME) or len(hashes) > HASHES_MAX:

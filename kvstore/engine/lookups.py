@@ -49,8 +49,8 @@ class StepLookups:
         """A step ends, and the next one begins."""
         self._step += 1
         full = self._spent_s >= self._limit_s
-        # Of a step with time left the next one looks up whatever comes: else one that has begun
-        # late would stay behind for ever.
+        # With time left all could be looked up, so no order is needed. If it were kept, a backlog
+        # would never end while requests arrive in every step.
         self._oldest, self._passed = (self._passed if full else None), None
         self._spent_s = 0.0
 

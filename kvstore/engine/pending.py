@@ -35,7 +35,7 @@ class PendingWait:
         return self._until is not None and now >= self._until
 
     def waits_for_turn(self, now: float, wait_s: float) -> bool:
-        """Like :meth:`goes_on` for a request that was not looked up: it may be at any time."""
+        """Begin the wait of a request whose lookup was put off; whether it may wait longer."""
         if self._until is None:
             self._began, self._until = now, now + wait_s
         return not self.is_over(now)

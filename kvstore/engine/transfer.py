@@ -96,5 +96,5 @@ def read_transfer(parameters: Mapping[str, Any] | None) -> Transfer:
         return NOTHING
     try:
         return msgspec.convert(parameters, Transfer)
-    except (msgspec.ValidationError, ValueError, RecursionError):  # lone surrogates
+    except (msgspec.ValidationError, ValueError, RecursionError):  # ValueError: lone surrogates
         return NOTHING

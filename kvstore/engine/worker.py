@@ -376,7 +376,7 @@ class WorkerSide:
     def _cancel_late_layers(self) -> None:
         """Cancel layer-wise loads, which end with their step; all before the end of any is awaited.
 
-        They have ended only after their current wait for a disk or for other nodes.
+        One that waits for a disk or for other nodes ends at once, on a device after that wait.
         """
         for loading in self._loads:
             waits = loading.load.layerwise and not loading.late

@@ -77,7 +77,7 @@ class Follower(Generic[FeedT]):
         snapshots: snapshots that were read.
         snapshot_at: time of the last one, on the loop's clock; 0 = none.
         resyncs: times that everything was read again because of a gap or an audit.
-        has_snapshots: it follows a node, whose version is not known to answer no questions.
+        has_snapshots: it follows a node; False once that has answered that it has none.
         sampled: some of the pages that the events of a node named.
         faults: faults of its publisher, by cause.
     """
