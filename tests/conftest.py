@@ -11,6 +11,7 @@
 """
 
 import contextlib
+import functools
 import gc
 import os
 import re
@@ -219,9 +220,22 @@ def _command_line(pid: int) -> str:
     return raw.replace(b"\0", b" ").decode(errors="replace").strip() or "ended, not waited for"
 
 
+@functools.cache
+def _open_cuda() -> None:
+    """Use CUDA once: its driver keeps descriptors until the process ends."""
+    import torch
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.ones(1, pin_memory=True).cuda(non_blocking=True).add_(1)
+    stream.record_event().synchronize()
+
+
 @pytest.fixture(autouse=True)
-def no_leaks() -> Iterator[None]:
+def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves a thread, a file descriptor or a child process behind."""
+    if request.node.get_closest_marker("gpu"):
+        _open_cuda()
     before = Held.now()
     yield
     if not Held.now().beyond(before):

@@ -1,7 +1,7 @@
 """One direction between host memory and a device: a stream, a pinned ring, and staging. No torch.
 
 Other processes can write to the node's memory, so a device never copies from it or to it. Pages go
-through a **ring**: private pinned memory of a few slices. On the way in, threads of the mover fill
+through a **ring**: private pinned memory of some slices. On the way in, threads of the mover fill
 slices, verifying in the same pass; the device copies from a slice while others are filled. On the
 way out, the device fills slices, and threads digest and copy them to the node's memory.
 
@@ -12,6 +12,7 @@ done only by an **event**. :class:`Device` is the interface that this module nee
 """
 
 import os
+import resource
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -30,8 +31,9 @@ from kvstore.protocol.page import DIGEST_BYTES
 SLICE_BYTES = 4 << 20
 """Size of a slice of the ring, or one page if that is larger: enough to keep a device busy, small
 enough that a slice is still in the processor's cache when it is copied the second time."""
-SLICES: Final = 3
-THREADS_MAX: Final = 4
+AT_DEVICE: Final = 2
+"""Slices of a ring that the device copies, while the threads work on the others."""
+THREADS_MAX: Final = 8
 DEADLINE_S = 30.0
 """How long the device may take for a copy before the job fails. Its blocks stay in use until the
 device has really finished."""
@@ -185,6 +187,7 @@ class Lane:
         self._last.reached_at(self.stream.record())
         self._late = False
         self._threads = ThreadPoolExecutor(thread_count(), "kvstore-device")
+        self._slices = slice_count()
 
     @contextmanager
     def turn(self, copy: DeviceCopy) -> Iterator[None]:
@@ -270,8 +273,8 @@ class Lane:
         try:
             whole = True
             for number, first in enumerate(range(0, total, each)):
-                at = number % SLICES
-                while whole and len(filling) == SLICES - 1:
+                at = number % self._slices
+                while whole and len(filling) == self._slices - AT_DEVICE:
                     whole = hand_over()
                 if not whole:
                     break
@@ -321,8 +324,8 @@ class Lane:
 
         try:
             for number, first in enumerate(range(0, total, each)):
-                at, count = number % SLICES, min(each, total - first)
-                if len(coming) == SLICES - 1:
+                at, count = number % self._slices, min(each, total - first)
+                if len(coming) == AT_DEVICE:
                     take_over()
                 if at in going:
                     going.pop(at).result()
@@ -391,9 +394,9 @@ class Lane:
         each = _slice_pages(size)
         if self._slice_bytes < each * size:
             self._ring, self._slice_bytes = None, 0
-            self._ring = self._device.pinned(SLICES * each * size)
+            self._ring = self._device.pinned(self._slices * each * size)
             self._slice_bytes = each * size
-        assert SLICES * each * size <= len(self._ring)
+        assert self._slices * each * size <= len(self._ring)
         return each
 
     def _slice(self, at: int, size: int) -> Any:
@@ -452,5 +455,16 @@ def _slice_pages(size: int) -> int:
 
 
 def thread_count() -> int:
-    """Threads of a lane: no more than this process may use processors."""
-    return max(1, min(THREADS_MAX, len(os.sched_getaffinity(0))))
+    """Threads of a lane: up to four one for each processor of this process, then half as many."""
+    processors = len(os.sched_getaffinity(0))
+    return min(THREADS_MAX, max(min(processors, 4), processors // 2))
+
+
+def slice_count() -> int:
+    """Slices of a ring: one for each thread, and those that the device copies meanwhile.
+
+    Where the memory that a process may lock has a limit, only two of the threads have one.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    threads = thread_count()
+    return AT_DEVICE + (threads if limit == resource.RLIM_INFINITY else min(threads, 2))

@@ -65,6 +65,10 @@ class Engine:
                     "cached": output.num_cached_tokens,
                     "transfer": output.kv_transfer_params,
                     "finish": output.outputs[0].finish_reason,
+                    "logprobs": [
+                        [round_[token].logprob for token in sorted(round_)]
+                        for round_ in output.outputs[0].logprobs or []
+                    ],
                 }
                 for output in outputs
             ]

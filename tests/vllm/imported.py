@@ -24,9 +24,12 @@ from typing import Final, NoReturn
 
 MODULES: Final = (
     "torch", "transformers", "vllm.entrypoints.llm", "vllm.v1.engine.llm_engine",
-    "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "vllm.lora.request",
-    "vllm.model_executor.model_loader", "vllm.model_executor.models.llama",
-    "vllm.v1.attention.backends.cpu_attn", "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.engine.core", "vllm.lora.request", "vllm.model_executor.model_loader",
+    "vllm.v1.executor.uniproc_executor",
+)  # fmt: skip
+ON_CPU: Final = (
+    "vllm.v1.worker.cpu_worker", "vllm.v1.attention.backends.cpu_attn",
+    "vllm.model_executor.models.llama",
 )  # fmt: skip
 DESCRIPTORS_MAX: Final = 8
 REQUEST_BYTES: Final = 1 << 16
@@ -36,6 +39,10 @@ def main() -> int:
     """Serve requests until there are no more; in a forked process, run the program."""
     requests = socket.socket(fileno=int(sys.argv[1]))
     for name in MODULES:
+        importlib.import_module(name)
+    from vllm.platforms import current_platform
+
+    for name in ON_CPU if current_platform.is_cpu() else ():
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # collections of a program look at its own objects only,

@@ -53,8 +53,8 @@ def make_all_windows(folder: Path) -> None:
     MistralForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
 
 
-def make_latents(folder: Path) -> None:
-    """A model with MLA, of the only sizes that vLLM's kernel for CPUs has."""
+def make_latents(folder: Path, nope: int = 32, values: int = 32) -> None:
+    """A model with MLA; latents have the only sizes that vLLM's kernel for CPUs has."""
     import torch
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 
@@ -63,11 +63,16 @@ def make_latents(folder: Path) -> None:
     config = DeepseekV2Config(
         vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=3,
         first_k_dense_replace=3, num_attention_heads=4, num_key_value_heads=4, q_lora_rank=None,
-        kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=32, v_head_dim=32, head_dim=64,
-        max_position_embeddings=8192, initializer_range=0.2, tie_word_embeddings=False,
+        kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=nope, v_head_dim=values,
+        head_dim=64, max_position_embeddings=8192, initializer_range=0.2, tie_word_embeddings=False,
         bos_token_id=0, eos_token_id=1, dtype="bfloat16",
     )  # fmt: skip
     DeepseekV2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+
+
+def make_wide_latents(folder: Path) -> None:
+    """A model with MLA, of the sizes that vLLM's kernels for GPUs have."""
+    make_latents(folder, nope=128, values=128)
 
 
 def make_states(folder: Path) -> None:
@@ -258,7 +263,7 @@ def make_tiny(folder: Path) -> None:
 KINDS = {
     "tiny": make_tiny, "windows": make_windows, "all-windows": make_all_windows,
     "latents": make_latents, "states": make_states, "mimo": make_mimo, "glm": make_glm,
-    "ernie": make_ernie, "mamba": make_mamba,
+    "ernie": make_ernie, "mamba": make_mamba, "wide-latents": make_wide_latents,
 }  # fmt: skip
 
 

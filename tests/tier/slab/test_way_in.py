@@ -111,6 +111,6 @@ def test_larger_pages_get_larger_memory_and_closing_gives_it_back(slab, keys, co
     slab.fill(slab.reserve(PAGES, keys, digests(keys, content)), keys,
               addresses_from(content.ctypes.data))  # fmt: skip
 
-    assert len(slab._way_in._ring) == lane.SLICES * SIZE
+    assert len(slab._way_in._ring) == lane.slice_count() * SIZE
     slab.close()
     assert slab._way_in._ring is None
