@@ -12,6 +12,7 @@ import resource
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from time import monotonic, sleep
 from typing import Any, Final
 
@@ -373,13 +374,13 @@ class HostDevice:
     @torch.inference_mode(mode=False)
     def pinned(self, size: int) -> Any:
         """See :class:`Device`."""
-        return torch.zeros(size, dtype=torch.uint8)
+        return torch.zeros(size, dtype=torch.uint8, device="cpu")
 
     @torch.inference_mode(mode=False)
     def memory(self, size: int, stream: DeviceStream) -> Any:
         """See :class:`Device`."""
         del stream
-        return torch.zeros(size, dtype=torch.uint8)
+        return torch.zeros(size, dtype=torch.uint8, device="cpu")
 
     @torch.inference_mode(mode=False)
     def view(self, address: int, size: int) -> Any:
@@ -439,7 +440,7 @@ class CudaDevice:
         """See :class:`Device`."""
         locked.add(size)
         try:
-            memory = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
+            memory = torch.zeros(size, dtype=torch.uint8, device="cpu", pin_memory=True)
         except RuntimeError as error:
             locked.remove(size)
             raise DeviceUnavailable(
@@ -456,7 +457,7 @@ class CudaDevice:
         """See :class:`Device`."""
         # Of the pool that torch keeps for this stream: no earlier work of another one uses it.
         assert isinstance(stream, _CudaStream)
-        with torch.cuda.stream(stream.stream):
+        with stream.chosen():
             return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     @torch.inference_mode(mode=False)
@@ -469,8 +470,18 @@ class _CudaStream:
     def __init__(self, stream: Any) -> None:
         self.stream = stream
 
+    @contextmanager
+    def chosen(self) -> Iterator[None]:
+        """Do what follows on this stream, and leave the thread's other devices alone.
+
+        A thread begins with device 0. To leave a stream of another one sets device 0 anew, which
+        takes some hundred MiB of its memory, unless that stream's device was chosen before.
+        """
+        with torch.cuda.device(self.stream.device), torch.cuda.stream(self.stream):
+            yield
+
     def run(self, work: Callable[[], None]) -> None:
-        with torch.cuda.stream(self.stream):
+        with self.chosen():
             work()
 
     def record(self) -> "_CudaEvent":

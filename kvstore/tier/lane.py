@@ -12,7 +12,6 @@ done only by an **event**. :class:`Device` is the interface that this module nee
 """
 
 import os
-import resource
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -33,6 +32,9 @@ SLICE_BYTES = 4 << 20
 enough that a slice is still in the processor's cache when it is copied the second time."""
 AT_DEVICE: Final = 2
 """Slices of a ring that the device copies, while the threads work on the others."""
+SLICES_MIN: Final = AT_DEVICE + 1
+RING_BYTES_MAX: Final = 128 << 20
+"""Of a ring with more slices than the fewest."""
 THREADS_MAX: Final = 8
 DEADLINE_S = 30.0
 """How long the device may take for a copy before the job fails. Its blocks stay in use until the
@@ -181,13 +183,12 @@ class Lane:
         self.stream = device.stream()
         self._using = threading.Lock()
         self._ring: Any = None
-        self._slice_bytes = 0
+        self._slice_bytes = self._slices = 0
         self._staging: Any = None
         self._last = _End()
         self._last.reached_at(self.stream.record())
         self._late = False
-        self._threads = ThreadPoolExecutor(thread_count(), "kvstore-device")
-        self._slices = slice_count()
+        self._threads = _pool()
 
     @contextmanager
     def turn(self, copy: DeviceCopy) -> Iterator[None]:
@@ -274,13 +275,13 @@ class Lane:
             whole = True
             for number, first in enumerate(range(0, total, each)):
                 at = number % self._slices
-                while whole and len(filling) == self._slices - AT_DEVICE:
+                while whole and len(filling) == max(AT_DEVICE, self._slices - AT_DEVICE):
                     whole = hand_over()
                 if not whole:
                     break
                 if at in copying:
                     self.reached(copying.pop(at))
-                task = self._threads.submit(self._fill, pages, first, each, at, progress)
+                task = self._submit(self._fill, pages, first, each, at, progress)
                 filling.append((first, at, task))
             while whole and filling:
                 whole = hand_over()
@@ -320,7 +321,7 @@ class Lane:
         def take_over() -> None:
             first, at, event = coming.popleft()
             self.reached(event)
-            going[at] = self._threads.submit(empty, first, at)
+            going[at] = self._submit(empty, first, at)
 
         try:
             for number, first in enumerate(range(0, total, each)):
@@ -365,27 +366,37 @@ class Lane:
         copy = DeviceCopy()
         with self.turn(copy):
             self._arrange(size)
-            there = self.staging(len(self._ring))
-            target, source = (there, self._ring) if inwards else (self._ring, there)
+            there = self.staging(self._slice_bytes)
+
+            def every_slice() -> None:
+                for at in range(self._slices):
+                    here = self._slice(at, self._slice_bytes)
+                    target, source = (there, here) if inwards else (here, there)
+                    target.copy_(source, non_blocking=True)
+
             for _ in range(2):  # the first time, memory is touched
                 began = perf_counter()
-                self.stream.run(lambda: target.copy_(source, non_blocking=True))
+                self.stream.run(every_slice)
                 self.reached(self.stream.record())
                 seconds = perf_counter() - began
             return float(len(self._ring) / max(seconds, 1e-9))
 
-    def close(self) -> None:
+    def close(self) -> bool:
         """Free the memory, unless the device still uses it; nothing may be copied afterwards.
 
         Does not raise: of a device that fails, the memory stays until the process ends.
+
+        Returns:
+            Whether the device has finished all work of this lane.
         """
         self._threads.shutdown(wait=True)
         try:
             idle = self._last.wait(0.0 if self._late else DEADLINE_S)
         except RuntimeError:
-            return
+            return False
         if idle:
             self._ring = self._staging = None
+        return idle
 
     # ---- internal ---------------------------------------------------------------------------
 
@@ -394,10 +405,36 @@ class Lane:
         each = _slice_pages(size)
         if self._slice_bytes < each * size:
             self._ring, self._slice_bytes = None, 0
-            self._ring = self._device.pinned(self._slices * each * size)
+            self._ring = self._pin(each * size)
             self._slice_bytes = each * size
+            self._slices = len(self._ring) // self._slice_bytes
         assert self._slices * each * size <= len(self._ring)
         return each
+
+    def _pin(self, slice_bytes: int) -> Any:
+        """A ring, with the fewest slices if the process may not lock more.
+
+        Raises:
+            DeviceUnavailable: that is too much, too; names the limit.
+        """
+        try:
+            return self._device.pinned(slice_count(slice_bytes) * slice_bytes)
+        except DeviceUnavailable:
+            return self._device.pinned(SLICES_MIN * slice_bytes)
+
+    def _submit(self, work: Callable[..., Any], *given: Any) -> "Future[Any]":
+        """Let a thread do some work on the ring.
+
+        Raises:
+            RuntimeError: no thread can be started; nothing that was submitted is still to be done.
+        """
+        try:
+            return self._threads.submit(work, *given)
+        except RuntimeError:
+            # It is queued all the same. Whoever has the ring next must not find it written then.
+            self._threads.shutdown(wait=True)
+            self._threads = _pool()
+            raise
 
     def _slice(self, at: int, size: int) -> Any:
         start = at * self._slice_bytes
@@ -460,11 +497,14 @@ def thread_count() -> int:
     return min(THREADS_MAX, max(min(processors, 4), processors // 2))
 
 
-def slice_count() -> int:
+def slice_count(slice_bytes: int) -> int:
     """Slices of a ring: one for each thread, and those that the device copies meanwhile.
 
-    Where the memory that a process may lock has a limit, only two of the threads have one.
+    Fewer if slices are large.
     """
-    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    threads = thread_count()
-    return AT_DEVICE + (threads if limit == resource.RLIM_INFINITY else min(threads, 2))
+    most = max(SLICES_MIN, RING_BYTES_MAX // slice_bytes)
+    return min(most, thread_count() + AT_DEVICE)
+
+
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(thread_count(), "kvstore-device")

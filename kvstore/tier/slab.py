@@ -52,7 +52,7 @@ STAGE_BYTES: Final = 64 << 20
 """Maximum bytes gathered at a time on a device before they are copied to an engine's blocks."""
 _slabs: "weakref.WeakSet[DeviceSlab]" = weakref.WeakSet()
 _in_use: Final[list[torch.Tensor]] = []
-"""Memory of slabs whose device has failed: it may still be used, so it is never freed."""
+"""Memory of slabs whose device has failed or is late: it may be in use, so it is never freed."""
 
 
 class DeviceSlab:
@@ -299,8 +299,9 @@ class DeviceSlab:
         with self._changed:
             self._open = False
         if self.drain(timeout_s):
-            self._way_in.close()
-            self._way_out.close()
+            idle = [lane.close() for lane in (self._way_in, self._way_out)]
+            if not all(idle):
+                _in_use.append(self._memory)
             self._memory = self._memory.new_empty(0)
         else:
             log.error("the slab's memory is not freed: a copy has not ended for %s s", timeout_s)

@@ -36,7 +36,7 @@ from kvstore.tier import gpu, lane  # noqa: E402
 BLOCKS = np.array([9, 2, 3, 15, 0, 4, 5, 6, 12, 11, 10, 1])
 COUNT = len(BLOCKS)
 SLICE_BYTES = 2 * SIZE
-RING_BYTES = lane.slice_count() * SLICE_BYTES
+RING_BYTES = lane.slice_count(SLICE_BYTES) * SLICE_BYTES
 STAGING_BYTES = 16 * SIZE
 """What a job of all pages stages: the next power of two."""
 

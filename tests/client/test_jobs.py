@@ -1,7 +1,9 @@
 """Goal: a job always ends, in order, and says how; an engine never waits for what will not come."""
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -242,6 +244,27 @@ def test_in_a_forked_child_the_parents_jobs_have_failed_and_new_ones_run(worker,
     assert waiting.result(0) == RestoreResult(0)
     assert waiting.wait_layer(0, TIMEOUT_S) is not layered
     assert StoreJob(worker, lambda: 3).result(TIMEOUT_S) == 3
+
+
+def test_a_forked_child_frees_nothing_of_its_parents_device(worker, gate):
+    """CUDA aborts a child that does; and a grandchild has what the child has kept."""
+
+    class Blocks:
+        """Of a device."""
+
+    running = StoreJob(worker, gate)
+    assert gate.entered.wait(TIMEOUT_S)
+    blocks = Blocks()
+    waiting = StoreJob(worker, gate, blocks=blocks)
+    of_parent = weakref.ref(blocks)
+    for _ in range(2):
+        worker.forked()
+        waiting.forked()
+    assert running.done
+    assert waiting.done
+    del blocks, waiting
+    gc.collect()
+    assert of_parent() is not None
 
 
 def test_waiting_for_a_job_that_has_ended_takes_no_lock(worker):

@@ -1,6 +1,9 @@
 """Goal: what fails or hangs on a device is named by its cause, and no wait for it is endless."""
 
+import gc
 import time
+import weakref
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -85,7 +88,7 @@ def test_who_waits_for_another_job_waits_until_the_deadline(monkeypatch):
 def test_a_failure_has_a_cause(where, error, cause):
     device = LateDevice()
     one = Lane(device)
-    device.failures.append((where, error))
+    device.failures += [(where, error)] * (2 if where == "pinned" else 1)  # a smaller ring is tried
     with pytest.raises(DeviceUnavailable) as raised:
         one.speed(SIZE, inwards=True)
     assert raised.value.cause == cause
@@ -97,7 +100,7 @@ def test_small_pages_are_copied_after_memory_for_larger_ones_was_refused():
     device = LateDevice()
     one = Lane(device)
     assert one.speed(SIZE, inwards=True) > 0
-    device.failures.append(("pinned", DeviceUnavailable("cannot be pinned", "memlock")))
+    device.failures += [("pinned", DeviceUnavailable("cannot be pinned", "memlock"))] * 2
     with pytest.raises(DeviceUnavailable):
         one.speed(64 << 20, inwards=True)
 
@@ -135,7 +138,9 @@ def cuda(monkeypatch) -> gpu.CudaDevice:
     zeros = torch.zeros
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch, "zeros", lambda size, *, dtype, pin_memory: zeros(size, dtype=dtype))
+    monkeypatch.setattr(
+        torch, "zeros", lambda size, *, dtype, device, pin_memory: zeros(size, dtype=dtype)
+    )
     monkeypatch.setattr(gpu, "locked", gpu.LockedMemory())
     monkeypatch.setattr(gpu.resource, "getrlimit", lambda which: (16 << 20, 16 << 20))
     return gpu.CudaDevice("cuda:0")
@@ -177,3 +182,49 @@ def test_the_rings_of_a_process_are_together_no_more_than_it_may_lock(view, cuda
         with pytest.raises(DeviceUnavailable, match="cannot be pinned"):
             cuda.pinned(12 << 20)
     assert len(cuda.pinned(16 << 20)) == 16 << 20, "what failed and what was freed is not counted"
+
+
+def test_memory_of_the_host_is_the_hosts_whatever_an_engine_has_made_the_default():
+    with torch.device("meta"):
+        for made in (gpu.HostDevice("cpu:0").pinned(8), gpu.HostDevice("cpu:0").memory(8, None)):
+            assert made.device.type == "cpu"
+
+
+def test_a_stream_of_another_device_leaves_the_first_device_alone(monkeypatch):
+    """CUDA takes memory of a thread's device when a stream is left; a thread begins with 0."""
+    order: list[str] = []
+
+    @contextmanager
+    def chosen(what: str):
+        order.append(f"{what} chosen")
+        yield
+        order.append(f"{what} left")
+
+    class OfThird:
+        device = "cuda:2"
+
+    monkeypatch.setattr(torch.cuda, "device", lambda device: chosen(device))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: chosen("its stream"))
+    gpu._CudaStream(OfThird()).run(lambda: order.append("work"))
+    assert order == [
+        "cuda:2 chosen", "its stream chosen", "work", "its stream left", "cuda:2 left",
+    ]  # fmt: skip
+
+
+def test_a_forked_child_frees_nothing_of_its_parents_device(monkeypatch):
+    """CUDA aborts a child that does; and a grandchild has what the child has kept."""
+    monkeypatch.setattr(gpu, "open_device", LateDevice)
+    pools, memory = DevicePools(), np.zeros(16 * SIZE, dtype=np.uint8)
+    pools.pool(KVPool((int(memory.ctypes.data),), SIZE, SIZE, 16, 1, "cpu:0")).speeds(SIZE)
+    ((device, *lanes),) = pools._lanes.values()
+    of_parent = [weakref.ref(one) for one in (device, *lanes, lanes[0]._ring)]
+    del device, lanes
+    for _ in range(2):
+        pools.forked()
+    gc.collect()
+    assert all(one() is not None for one in of_parent)
+    with pytest.raises(DeviceUnavailable, match="parent of this fork"):
+        pools.pool(KVPool((int(memory.ctypes.data),), SIZE, SIZE, 16, 1, "cpu:0"))
+    for _, *both in pools._of_parents[1:]:
+        for one in both:
+            one.close()

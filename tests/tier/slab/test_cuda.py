@@ -66,7 +66,7 @@ def test_pages_pass_through_pinned_memory_of_our_own_however_many_there_are(monk
         assert space.restore_to_kvpool(keys, pool, np.arange(PAGES)).result().pages == PAGES
         ring = store._resources.promotion.slab._way_in._ring
         assert ring.is_pinned()
-        assert len(ring) == lane.slice_count() * 3 * space.page_bytes[0]
+        assert len(ring) == lane.slice_count(lane.SLICE_BYTES) * lane.SLICE_BYTES
         found = memory.cpu().numpy()
         assert all(found[:, at].tobytes() == bytes(pages[at]) for at in range(PAGES))
 

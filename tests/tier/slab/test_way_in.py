@@ -3,6 +3,8 @@
 The device is played by host memory that is not mapped: all but streams runs as it does there.
 """
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -111,6 +113,17 @@ def test_larger_pages_get_larger_memory_and_closing_gives_it_back(slab, keys, co
     slab.fill(slab.reserve(PAGES, keys, digests(keys, content)), keys,
               addresses_from(content.ctypes.data))  # fmt: skip
 
-    assert len(slab._way_in._ring) == lane.slice_count() * SIZE
+    assert len(slab._way_in._ring) == lane.slice_count(SIZE) * SIZE
     slab.close()
     assert slab._way_in._ring is None
+
+
+def test_memory_that_a_late_device_may_still_use_is_not_freed(monkeypatch):
+    made = DeviceSlab("cpu", 4 << 20, mapped=False)
+    memory = weakref.ref(made._memory)
+    close = made._way_out.close
+    monkeypatch.setattr(made._way_out, "close", lambda: (close(), False)[1])
+    monkeypatch.setattr("kvstore.tier.slab._in_use", in_use := [])
+    made.close()
+    assert len(made._memory) == 0
+    assert memory() is in_use.pop()
