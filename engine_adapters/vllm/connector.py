@@ -23,7 +23,12 @@ from engine_adapters.vllm.drafts import DraftSteps, has_draft_layers
 from engine_adapters.vllm.facts import check_stage, check_version, heads_apart, read_facts
 from engine_adapters.vllm.label import label_of
 from engine_adapters.vllm.names import DoubtfulImages, has_strong_hashes, names_of
-from engine_adapters.vllm.options import check_against, page_tokens_of, read_options
+from engine_adapters.vllm.options import (
+    check_against,
+    layout_for,
+    page_tokens_of,
+    read_options,
+)
 from engine_adapters.vllm.plugin import LiveConnectors, server_secret
 from engine_adapters.vllm.stats import StoreMetrics, StoreStats
 from engine_adapters.vllm.support import (
@@ -232,14 +237,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """On CUDA, blocks outermost: a block is copied as a whole, without an operation a layer.
-
-        vLLM uses another layout, with a warning, if a backend does not have this one. In a
-        ``MultiConnector``, which takes it for a condition, the layout is left to the others.
-        """
-        transfer = vllm_config.kv_transfer_config
-        alone = not read_options(transfer.kv_connector_extra_config).in_multi_connector
-        return "BLHNC" if alone and current_platform.is_cuda() else None
+        """See :func:`layout_for`."""
+        options = read_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        return layout_for(options, vllm_config, on_cuda=current_platform.is_cuda())
 
     # ---- scheduler --------------------------------------------------------------------------
 

@@ -66,12 +66,59 @@ def check_against(options: ConnectorOptions, config: Any) -> None:
             f"{_WHERE}: device_slab_bytes: not with KV memory on a GPU, where vLLM's own prefix"
             " cache does the same"
         )
+    if options.load is LoadOrder.LAYERWISE:
+        _check_layerwise(config)
     # Otherwise vLLM still chooses the block: for an attention backend, states, several dtypes, or
     # a model whose layers all have a window.
     chosen = on_cpu or getattr(cache, "user_specified_block_size", False)
     aligned = config.model_config.is_hybrid or getattr(cache, "kv_cache_dtype_skip_layers", None)
     if chosen and not aligned and not getattr(cache, "sliding_window", None):
         _page_tokens(options, cache.block_size)
+
+
+def _check_layerwise(config: Any) -> None:
+    """Refuse layer-wise loads where vLLM does not compute again what was not loaded.
+
+    Of a request that runs, vLLM sets the number of computed tokens back. Its V2 runner takes that
+    number from the device, where nobody sets it back, and goes on behind the gap. If vLLM begins
+    further steps before it knows the end of one, those are computed on the gap, and their tokens
+    are answered. A load of another connector in a ``MultiConnector`` has the same fault.
+
+    Raises:
+        ConfigError: says which of vLLM's settings it is.
+    """
+    v2 = getattr(config, "use_v2_model_runner", False)
+    ahead = getattr(config.scheduler_config, "async_scheduling", False)
+    stages = getattr(config.parallel_config, "pipeline_parallel_size", 1) > 1
+    causes = {
+        "pipeline stages": stages, "the V2 model runner": v2, "asynchronous scheduling": ahead,
+    }  # fmt: skip
+    found = [cause for cause, given in causes.items() if given]
+    if not found:
+        return
+    switches = ["VLLM_USE_V2_MODEL_RUNNER=0"] * bool(v2) + ["--no-async-scheduling"] * bool(ahead)
+    remedy = "" if stages else f", or {' and '.join(switches)}"
+    raise ConfigError(
+        f"{_WHERE}: load: layerwise: with {' and '.join(found)} vLLM would answer from KV that were"
+        f" not loaded, instead of computing them: use async{remedy}"
+    )
+
+
+def layout_for(options: ConnectorOptions, config: Any, *, on_cuda: bool) -> str | None:
+    """The layout of blocks to ask vLLM for; None = its own choice.
+
+    On CUDA, blocks outermost: a block is copied as a whole, without an operation a layer. vLLM uses
+    another layout, with a warning, if a backend does not have this one. In a ``MultiConnector``,
+    which takes it for a condition, the layout is left to the others. With states, too: there vLLM
+    makes blocks larger than its kernels', and does not start if it cannot split them.
+
+    Args:
+        options: of the connector.
+        config: ``VllmConfig``.
+        on_cuda: the engine computes on CUDA.
+    """
+    hybrid = config.model_config is not None and config.model_config.is_hybrid
+    return "BLHNC" if on_cuda and not (options.in_multi_connector or hybrid) else None
 
 
 def page_tokens_of(options: Options, groups: Sequence[Group], *, on_cpu: bool) -> int:
