@@ -407,7 +407,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """The results of ended loads."""
         del finished_req_ids
         step = self._metadata().step
-        outcome = self._moving.poll(idle=step.idle, others=step.others)
+        outcome = self._moving.poll(idle=step.idle, others=step.others, number=step.number)
         self._report = WorkerReport(outcome.report) if outcome.report else None
         self._invalid = outcome.invalid_blocks
         return KVConnectorTransferResults(set(), outcome.received, outcome.failed)

@@ -32,7 +32,7 @@ from kvstore.engine.lookups import StepLookups
 from kvstore.engine.messages import Load, Report, Step, Store
 from kvstore.engine.opening import Opening
 from kvstore.engine.options import LoadOrder, Options
-from kvstore.engine.pace import Pace, pairs_of
+from kvstore.engine.pace import MeasuredSteps, Pace, pairs_of
 from kvstore.engine.pending import PendingWait, missing_tokens
 from kvstore.engine.requests import BlockHolder, PromptScope, Request, ScheduledRequest, Setup
 from kvstore.engine.sources import blocks_of, source_blocks, target_blocks
@@ -87,8 +87,7 @@ class SchedulerSide:
         self._rewrites = LastTokens()
         self._stores: list[Store] = []
         self._epoch: tuple[tuple[str, str], ...] = ()
-        self._step_began = self._step_pairs = 0.0
-        self._step_tokens = 0
+        self._steps = MeasuredSteps(self.pace)
 
     def bind(self, holder: BlockHolder, blocks: int) -> None:
         """Set the holder of the engine's ``blocks`` blocks."""
@@ -259,17 +258,18 @@ class SchedulerSide:
         self._layered.begins(waited)
         # Steps that wait for layers do not measure computing, and steps that decode do not measure
         # prefill, which takes far less per token.
-        tells = not self._layered.waits and 2 * decoded <= tokens
-        self._step_began, self._step_tokens = self._clock(), tokens if tells else 0
-        self._step_pairs = 0.0
+        tells, now = not self._layered.waits and 2 * decoded <= tokens, self._clock()
+        number = self._steps.begins(tokens if tells else 0, now)
         self._backlog = PromptsAhead()
         # A rank that has loaded what others still load must not wait for a further load.
         parted = any(job.parted(self._setup.ranks) for job in self._jobs.values())
-        step = Step(loads, self._stores, idle=not (tokens or parted), others=others)
+        step = Step(
+            loads, self._stores, idle=not (tokens or parted), others=others, number=number
+        )  # fmt: skip
         self._stores = []
         self._rewrites.computed(progress.request_id for progress in scheduled)
         for progress in scheduled:
-            self._count_progress(progress)
+            self._count_progress(progress, now)
             if self._drafts:
                 self._drafts.computes(
                     progress, self._states.get(progress.request_id), drafted=drafted
@@ -283,13 +283,13 @@ class SchedulerSide:
                 step.stores.append(store)
         return step
 
-    def _count_progress(self, progress: ScheduledRequest) -> None:
-        """Count the tokens that the step computes of a request, and those left of its prompt."""
+    def _count_progress(self, progress: ScheduledRequest, now: float) -> None:
+        """Count the tokens that a step computes of a request, and those left of its prompt."""
         state = self._states.get(progress.request_id)
         if state is None:
             return
-        self._decisions.computes(state.load, self._step_began)
-        self._step_pairs += pairs_of(max(0, progress.tokens - state.known), state.known)
+        self._decisions.computes(state.load, now)
+        self._steps.attends(pairs_of(max(0, progress.tokens - state.known), state.known))
         state.known = progress.tokens
         rest = state.request.num_tokens - progress.tokens
         self._backlog.joins(progress.request_id, rest, progress.tokens)
@@ -361,13 +361,10 @@ class SchedulerSide:
             report: of all workers.
             invalid: blocks that this adapter or others should have loaded in the step.
         """
-        now = self._clock()
-        took_s = now - self._step_began
-        measured = self.pace.note_step(self._step_tokens, took_s, self._step_pairs)
-        if measured and self.pace.report_due(now):
+        now, report = self._clock(), report or Report()
+        if self._steps.reported(report.step, now) and self.pace.report_due(now):
             self._report_prefill(self.pace.seconds_per_token)
-        self._step_tokens = 0
-        self._take(report or Report(), whole=not invalid)
+        self._take(report, whole=not invalid)
         self._judge_layers()
         for job in self._jobs.values():
             job.began = min(job.began, now)

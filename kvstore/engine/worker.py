@@ -295,7 +295,7 @@ class WorkerSide:
             if together:
                 self._extract_together(space, storing, together)
 
-    def poll(self, *, idle: bool = False, others: int = 0) -> StepOutcome:
+    def poll(self, *, idle: bool = False, others: int = 0, number: int = 0) -> StepOutcome:
         """Return the ended jobs; wait for layer-wise loads, which end with their step.
 
         Args:
@@ -303,8 +303,9 @@ class WorkerSide:
                 may be one that computes: the engine begins that one when an earlier step that
                 computes, or in which a load ended, has ended on all ranks.
             others: see :class:`Step`.
+            number: see :class:`Step`.
         """
-        outcome = StepOutcome(set(), set(), set(), Report())
+        outcome = StepOutcome(set(), set(), set(), Report(step=number))
         if others:
             outcome.report.end(others, 0)
         if idle and self._idle_steps >= self.steps_ahead:

@@ -147,6 +147,12 @@ def test_a_worker_says_in_which_step_others_have_loaded():
     assert not machine.side.poll().report
 
 
+def test_a_worker_says_which_step_it_reports():
+    machine = Machine()
+    assert machine.side.poll(number=7).report.step == 7
+    assert machine.side.poll().report.step == 0
+
+
 def test_an_empty_step_among_steps_that_compute_waits_for_no_load():
     """Pipelines: the step after it computes the request whose last step is at the next stage."""
     machine = Machine(steps_ahead=1)
