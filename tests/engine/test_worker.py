@@ -87,6 +87,7 @@ class Machine(FakeStore):
         shards: int = 1,
         *,
         whole_only: bool = False,
+        layers: int = 0,
     ) -> None:
         super().__init__()
         self.now = 10.0
@@ -95,7 +96,7 @@ class Machine(FakeStore):
         opening = Opening(self, IDENTITY, [SHARD], lambda: self.now)
         pool = SimpleNamespace(device=device)
         held = [ShardMemory(pool, at) for at in range(shards)]
-        memory = GroupMemory(held, PAGE, BLOCK, whole_only)
+        memory = GroupMemory(held, PAGE, BLOCK, layers, whole_only)
         self.side = WorkerSide(opening, [memory], lambda: self.now, steps_ahead)
 
     def restore_shards(self, *arguments: Any) -> list[Job]:
@@ -207,7 +208,7 @@ def test_a_layer_that_was_computed_on_before_it_came_makes_the_whole_load_invali
 
 
 def test_layers_that_come_in_time_make_a_valid_load():
-    machine = Machine()
+    machine = Machine(layers=4)
     machine.load(1, ends_after_s=0.3, layerwise=True)
     for layer in range(4):
         machine.side.wait_layer(0, layer)
@@ -216,6 +217,53 @@ def test_layers_that_come_in_time_make_a_valid_load():
 
     assert not outcome.invalid_blocks
     assert outcome.report.ended[1].pages == 2
+
+
+@pytest.mark.parametrize("waited", [[], [0], [1, 2, 3], [0, 1, 3]])
+def test_a_load_with_a_layer_for_which_the_engine_did_not_wait_is_invalid(waited, caplog):
+    """It may have computed on the layer before it came, in a graph that calls nobody."""
+    machine = Machine(layers=4)
+    for number in (1, 2):
+        machine.load(number, ends_after_s=0.1 if waited else 1000.0, layerwise=True)
+        for layer in waited:
+            machine.side.wait_layer(0, layer)
+        began = machine.now
+        outcome = machine.side.poll()
+
+        assert outcome.invalid_blocks == {1, 2, 3, 4}
+        assert outcome.report.ended[number].pages == 0
+        assert machine.now == began, "and the step does not wait for what nobody uses"
+    assert machine.side.counts.take()["unwaited_loads"] == 2
+    (said,) = caplog.messages
+    assert "load: async" in said
+
+
+def test_a_load_that_waits_outside_of_steps_needs_nobody_to_wait_for_its_layers():
+    machine = Machine(layers=4)
+    machine.load(1, ends_after_s=0.0)
+
+    assert machine.side.poll().report.ended[1].pages == 2
+    assert "unwaited_loads" not in machine.side.counts.take()
+
+
+def test_layers_count_as_waited_for_by_the_load_of_their_own_step_only():
+    machine = Machine(layers=1)
+    machine.load(1, ends_after_s=0.1, layerwise=True)
+    machine.side.wait_layer(0, 0)
+    assert machine.side.poll().report.ended[1].pages == 2
+    machine.load(2, ends_after_s=0.0, layerwise=True)
+
+    assert machine.side.poll().report.ended[2].pages == 0
+
+
+def test_a_stuck_load_of_an_earlier_step_is_not_judged_again():
+    machine = Machine(layers=1)
+    machine.load(1, ends_after_s=1000.0, wait_s=0.1, layerwise=True).stuck = True
+    machine.side.wait_layer(0, 0)
+    machine.side.poll()
+    machine.side.poll()
+
+    assert "unwaited_loads" not in machine.side.counts.take()
 
 
 def test_a_step_waits_for_all_jobs_of_a_layerwise_load_together_until_its_deadline():
@@ -414,4 +462,16 @@ def test_groups_that_forget_tokens_are_loaded_whole_or_not_at_all(change, whole_
         ranks=1, groups=(msgspec.structs.replace(FULL, kv_heads=1, **change),),
     )  # fmt: skip
     pool = SimpleNamespace(block_bytes=128, device="cpu")
-    assert memory_of(facts, PAGE, pool, 0, 0).whole_only is whole_only
+    memory = memory_of(facts, PAGE, pool, 0, 0)
+    assert memory.whole_only is whole_only
+    assert memory.layers == FULL.layers
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_stage_waits_for_its_own_layers(stage):
+    facts = EngineFacts(
+        engine="e", model="m", revision="", kv_dtype="bfloat16", settings={}, version="1", isa="",
+        ranks=1, groups=(msgspec.structs.replace(FULL, kv_heads=1),), stages=((0, 3), (3, 4)),
+    )  # fmt: skip
+    pool = SimpleNamespace(block_bytes=128, device="cpu")
+    assert memory_of(facts, PAGE, pool, 0, 0, stage).layers == (3, 1)[stage]
