@@ -25,6 +25,7 @@ from engine_adapters.vllm.label import label_of
 from engine_adapters.vllm.names import DoubtfulImages, has_strong_hashes, names_of
 from engine_adapters.vllm.options import (
     check_against,
+    goes_on_behind_gaps,
     layout_for,
     page_tokens_of,
     read_options,
@@ -163,6 +164,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             ),
             takes_whole=takes_whole(self._facts.groups, vllm.__version__),
             drafts=self._has_drafts,
+            recomputes=not goes_on_behind_gaps(self._vllm_config),
         )
         report = self._store.report_prefill
         self._scheduler = SchedulerSide(self._opening, setup, self._options, monotonic, report)

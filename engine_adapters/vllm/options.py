@@ -79,29 +79,38 @@ def check_against(options: ConnectorOptions, config: Any) -> None:
 def _check_layerwise(config: Any) -> None:
     """Refuse layer-wise loads where vLLM does not compute again what was not loaded.
 
-    Of a request that runs, vLLM sets the number of computed tokens back. Its V2 runner takes that
-    number from the device, where nobody sets it back, and goes on behind the gap. If vLLM begins
-    further steps before it knows the end of one, those are computed on the gap, and their tokens
-    are answered. A load of another connector in a ``MultiConnector`` has the same fault.
-
     Raises:
         ConfigError: says which of vLLM's settings it is.
     """
-    v2 = getattr(config, "use_v2_model_runner", False)
-    ahead = getattr(config.scheduler_config, "async_scheduling", False)
-    stages = getattr(config.parallel_config, "pipeline_parallel_size", 1) > 1
-    causes = {
-        "pipeline stages": stages, "the V2 model runner": v2, "asynchronous scheduling": ahead,
-    }  # fmt: skip
-    found = [cause for cause, given in causes.items() if given]
+    found = goes_on_behind_gaps(config)
     if not found:
         return
-    switches = ["VLLM_USE_V2_MODEL_RUNNER=0"] * bool(v2) + ["--no-async-scheduling"] * bool(ahead)
-    remedy = "" if stages else f", or {' and '.join(switches)}"
+    switches = [switch for switch in found.values() if switch]
+    remedy = f", or {' and '.join(switches)}" if len(switches) == len(found) else ""
     raise ConfigError(
         f"{_WHERE}: load: layerwise: with {' and '.join(found)} vLLM would answer from KV that were"
         f" not loaded, instead of computing them: use async{remedy}"
     )
+
+
+def goes_on_behind_gaps(config: Any) -> dict[str, str]:
+    """Why vLLM does not compute again what was not loaded for a request that runs.
+
+    It sets the number of the request's computed tokens back. Its V2 runner takes that number from
+    the device, where nobody sets it back, and goes on behind the gap. If vLLM begins further steps
+    before it knows the end of one, those are computed on the gap, and their tokens are answered.
+
+    Returns:
+        What of it vLLM uses → the switch that turns it off; empty = there is none.
+    """
+    found: dict[str, str] = {}
+    if getattr(config.parallel_config, "pipeline_parallel_size", 1) > 1:
+        found["pipeline stages"] = ""
+    if getattr(config, "use_v2_model_runner", False):
+        found["the V2 model runner"] = "VLLM_USE_V2_MODEL_RUNNER=0"
+    if getattr(config.scheduler_config, "async_scheduling", False):
+        found["asynchronous scheduling"] = "--no-async-scheduling"
+    return found
 
 
 def layout_for(options: ConnectorOptions, config: Any, *, on_cuda: bool) -> str | None:
