@@ -387,7 +387,7 @@ class WorkerSide:
     def _refuse_unwaited(self) -> None:
         """Refuse and cancel layer-wise loads with a layer for which the engine has not waited."""
         for loading in self._loads:
-            if not loading.load.layerwise or loading.late or loading.refused:
+            if not loading.load.layerwise or loading.refused:
                 continue
             wanted = {
                 (blocks.group, layer)

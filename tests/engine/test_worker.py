@@ -256,8 +256,8 @@ def test_layers_count_as_waited_for_by_the_load_of_their_own_step_only():
     assert machine.side.poll().report.ended[2].pages == 0
 
 
-def test_a_stuck_load_of_an_earlier_step_is_not_judged_again():
-    machine = Machine(layers=1)
+def test_a_load_that_failed_already_is_not_said_to_have_failed_of_that():
+    machine = Machine(layers=2)
     machine.load(1, ends_after_s=1000.0, wait_s=0.1, layerwise=True).stuck = True
     machine.side.wait_layer(0, 0)
     machine.side.poll()
