@@ -23,7 +23,13 @@ from engine_adapters.vllm.drafts import DraftSteps, has_draft_layers
 from engine_adapters.vllm.facts import check_stage, check_version, heads_apart, read_facts
 from engine_adapters.vllm.label import label_of
 from engine_adapters.vllm.names import DoubtfulImages, has_strong_hashes, names_of
-from engine_adapters.vllm.options import check_against, page_tokens_of, read_options
+from engine_adapters.vllm.options import (
+    check_against,
+    goes_on_behind_gaps,
+    layout_for,
+    page_tokens_of,
+    read_options,
+)
 from engine_adapters.vllm.plugin import LiveConnectors, server_secret
 from engine_adapters.vllm.stats import StoreMetrics, StoreStats
 from engine_adapters.vllm.support import (
@@ -158,6 +164,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             ),
             takes_whole=takes_whole(self._facts.groups, vllm.__version__),
             drafts=self._has_drafts,
+            recomputes=not goes_on_behind_gaps(self._vllm_config),
         )
         report = self._store.report_prefill
         self._scheduler = SchedulerSide(self._opening, setup, self._options, monotonic, report)
@@ -232,14 +239,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """On CUDA, blocks outermost: a block is copied as a whole, without an operation a layer.
-
-        vLLM uses another layout, with a warning, if a backend does not have this one. In a
-        ``MultiConnector``, which takes it for a condition, the layout is left to the others.
-        """
-        transfer = vllm_config.kv_transfer_config
-        alone = not read_options(transfer.kv_connector_extra_config).in_multi_connector
-        return "BLHNC" if alone and current_platform.is_cuda() else None
+        """See :func:`layout_for`."""
+        options = read_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        return layout_for(options, vllm_config, on_cuda=current_platform.is_cuda())
 
     # ---- scheduler --------------------------------------------------------------------------
 
@@ -407,7 +409,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """The results of ended loads."""
         del finished_req_ids
         step = self._metadata().step
-        outcome = self._moving.poll(idle=step.idle, others=step.others)
+        outcome = self._moving.poll(idle=step.idle, others=step.others, number=step.number)
         self._report = WorkerReport(outcome.report) if outcome.report else None
         self._invalid = outcome.invalid_blocks
         return KVConnectorTransferResults(set(), outcome.received, outcome.failed)

@@ -66,12 +66,68 @@ def check_against(options: ConnectorOptions, config: Any) -> None:
             f"{_WHERE}: device_slab_bytes: not with KV memory on a GPU, where vLLM's own prefix"
             " cache does the same"
         )
+    if options.load is LoadOrder.LAYERWISE:
+        _check_layerwise(config)
     # Otherwise vLLM still chooses the block: for an attention backend, states, several dtypes, or
     # a model whose layers all have a window.
     chosen = on_cpu or getattr(cache, "user_specified_block_size", False)
     aligned = config.model_config.is_hybrid or getattr(cache, "kv_cache_dtype_skip_layers", None)
     if chosen and not aligned and not getattr(cache, "sliding_window", None):
         _page_tokens(options, cache.block_size)
+
+
+def _check_layerwise(config: Any) -> None:
+    """Refuse layer-wise loads where vLLM does not compute again what was not loaded.
+
+    Raises:
+        ConfigError: says which of vLLM's settings it is.
+    """
+    found = goes_on_behind_gaps(config)
+    if not found:
+        return
+    switches = [switch for switch in found.values() if switch]
+    remedy = f", or {' and '.join(switches)}" if len(switches) == len(found) else ""
+    raise ConfigError(
+        f"{_WHERE}: load: layerwise: with {' and '.join(found)} vLLM would answer from KV that were"
+        f" not loaded, instead of computing them: use async{remedy}"
+    )
+
+
+def goes_on_behind_gaps(config: Any) -> dict[str, str]:
+    """Why vLLM does not compute again what was not loaded for a request that runs.
+
+    It sets the number of the request's computed tokens back. Its V2 runner takes that number from
+    the device, where nobody sets it back, and goes on behind the gap. If vLLM begins further steps
+    before it knows the end of one, those are computed on the gap, and their tokens are answered.
+
+    Returns:
+        What of it vLLM uses → the switch that turns it off; empty = there is none.
+    """
+    found: dict[str, str] = {}
+    if getattr(config.parallel_config, "pipeline_parallel_size", 1) > 1:
+        found["pipeline stages"] = ""
+    if getattr(config, "use_v2_model_runner", False):
+        found["the V2 model runner"] = "VLLM_USE_V2_MODEL_RUNNER=0"
+    if getattr(config.scheduler_config, "async_scheduling", False):
+        found["asynchronous scheduling"] = "--no-async-scheduling"
+    return found
+
+
+def layout_for(options: ConnectorOptions, config: Any, *, on_cuda: bool) -> str | None:
+    """The layout of blocks to ask vLLM for; None = its own choice.
+
+    On CUDA, blocks outermost: a block is copied as a whole, without an operation a layer. vLLM uses
+    another layout, with a warning, if a backend does not have this one. In a ``MultiConnector``,
+    which takes it for a condition, the layout is left to the others. With states, too: there vLLM
+    makes blocks larger than its kernels', and does not start if it cannot split them.
+
+    Args:
+        options: of the connector.
+        config: ``VllmConfig``.
+        on_cuda: the engine computes on CUDA.
+    """
+    hybrid = config.model_config is not None and config.model_config.is_hybrid
+    return "BLHNC" if on_cuda and not (options.in_multi_connector or hybrid) else None
 
 
 def page_tokens_of(options: Options, groups: Sequence[Group], *, on_cpu: bool) -> int:

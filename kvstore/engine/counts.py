@@ -30,6 +30,7 @@ SERIES: Final = {
     "load_seconds": "Seconds from the submission of a load to its end.",
     "load_failed_tokens": "Tokens that could not be loaded and were computed instead.",
     "load_timeouts": "Loads whose request stopped waiting for them.",
+    "unwaited_loads": "Layer-wise loads that failed: the engine did not wait for all layers.",
     "stores": "Stores that ended.",
     "stored_pages": "Pages that were stored.",
     "existing_pages": "Pages that were already stored or being written.",

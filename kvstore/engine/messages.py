@@ -63,12 +63,14 @@ class Step:
             may wait shortly for a load.
         others: number of what others than this adapter load in the step for requests that it
             computes; the workers report its end with the step. 0 = nothing.
+        number: number of the step, which the workers report with it; 0 = it is not asked for.
     """
 
     loads: list[Load] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
     idle: bool = False
     others: int = 0
+    number: int = 0
 
 
 class End(NamedTuple):
@@ -92,21 +94,23 @@ class Report:
     Attributes:
         ended: job → its end; it does not touch blocks any more.
         late: jobs whose request has stopped waiting, although they have not ended.
+        step: number of the step; see :class:`Step`.
     """
 
     ended: dict[int, End] = field(default_factory=dict)
     late: set[int] = field(default_factory=set)
+    step: int = 0
 
     def __bool__(self) -> bool:
-        return bool(self.ended or self.late)
+        return bool(self.ended or self.late or self.step)
 
     def end(self, job: int, pages: int, seconds: float = 0.0) -> None:
         """One rank's job has ended."""
         self._add({job: End(1, pages, seconds)}.items())
 
     def joined(self, other: "Report") -> "Report":
-        """Combine the reports of two ranks, or of two groups of ranks."""
-        both = Report(dict(self.ended), self.late | other.late)
+        """Combine the reports of two ranks, or of two groups of ranks, of one step."""
+        both = Report(dict(self.ended), self.late | other.late, max(self.step, other.step))
         both._add(other.ended.items())
         return both
 

@@ -1,5 +1,6 @@
 """Measures how fast an engine computes prompts. Pure."""
 
+from dataclasses import dataclass
 from typing import Final
 
 from kvstore.engine.fit import OnlineFit
@@ -8,6 +9,8 @@ MEASURED_TOKENS_MIN: Final = 32
 """Steps with fewer tokens are ignored."""
 REPORT_S: Final = 1.0
 """Seconds between reports of the measured seconds per token to the node."""
+STEPS_MAX: Final = 64
+"""Maximum begun steps that wait for their report; an engine starts a few ahead."""
 _WEIGHT: Final = 0.3
 _BUDGET_FADE: Final = 0.98
 
@@ -74,6 +77,64 @@ class Pace:
             return False
         self._report_at = now + REPORT_S
         return True
+
+
+@dataclass(slots=True)
+class _BegunStep:
+    tokens: int
+    began: float
+    pairs: float = 0.0
+
+
+class MeasuredSteps:
+    """The steps of prefill that an engine has begun, whose durations are its pace.
+
+    An engine may begin steps before earlier ones are reported (asynchronous scheduling, pipeline
+    stages). It computes one after the other: a step takes from the report of the step before it, if
+    it began earlier, to its own.
+
+    Args:
+        pace: measured by each step.
+    """
+
+    def __init__(self, pace: Pace) -> None:
+        self._pace = pace
+        self._begun: dict[int, _BegunStep] = {}
+        self._newest = _BegunStep(0, 0.0)
+        self._last = 0
+        self._reported_at = float("-inf")
+
+    def begins(self, tokens: int, now: float) -> int:
+        """A step begins.
+
+        Args:
+            tokens: of prefill that it computes; 0 = it measures nothing.
+            now: monotonic seconds.
+
+        Returns:
+            The number that its report must have; 0 = it is no measure.
+        """
+        self._newest = _BegunStep(tokens, now)
+        if tokens < MEASURED_TOKENS_MIN:
+            return 0
+        self._last += 1
+        self._begun[self._last] = self._newest
+        self._begun.pop(self._last - STEPS_MAX, None)
+        return self._last
+
+    def attends(self, pairs: float) -> None:
+        """Of a request the newest step computes these; see :func:`pairs_of`."""
+        self._newest.pairs += pairs
+
+    def reported(self, number: int, now: float) -> bool:
+        """A step is reported, with the number it began with, if any; whether it was a measure."""
+        before, self._reported_at = self._reported_at, now
+        step = self._begun.pop(number, None)
+        if step is None:
+            return False
+        # Steps are reported in their order: nobody reports those before it any more.
+        self._begun = {later: one for later, one in self._begun.items() if later > number}
+        return self._pace.note_step(step.tokens, now - max(step.began, before), step.pairs)
 
 
 def pairs_of(tokens: int, before: int) -> float:

@@ -108,6 +108,8 @@ class Setup(NamedTuple):
             token needs the KV or state one token further back.
         drafts: the engine's KV includes the KV of a draft layer, which depends on the next token.
             Such an engine has one group.
+        recomputes: the engine computes what others should have loaded for a request that it
+            computes, and did not. Otherwise what follows is wrong.
     """
 
     engine: str
@@ -118,6 +120,7 @@ class Setup(NamedTuple):
     role: Role
     takes_whole: bool = False
     drafts: bool = False
+    recomputes: bool = True
 
     def loadable_tokens(self, tokens: int, *, asynchronous: bool) -> int:
         """Maximum number of leading tokens to load for a request of ``tokens``."""

@@ -32,12 +32,12 @@ from kvstore.engine.lookups import StepLookups
 from kvstore.engine.messages import Load, Report, Step, Store
 from kvstore.engine.opening import Opening
 from kvstore.engine.options import LoadOrder, Options
-from kvstore.engine.pace import Pace, pairs_of
+from kvstore.engine.pace import MeasuredSteps, Pace, pairs_of
 from kvstore.engine.pending import PendingWait, missing_tokens
 from kvstore.engine.requests import BlockHolder, PromptScope, Request, ScheduledRequest, Setup
 from kvstore.engine.sources import blocks_of, source_blocks, target_blocks
 from kvstore.engine.states import BlockJob, RequestState
-from kvstore.engine.transfer import Transfer, read_transfer
+from kvstore.engine.transfer import answer_of
 
 FREES_SOON_S: Final = 0.1
 """Seconds for which the engine should wait for a job instead of preempting a running request."""
@@ -87,8 +87,8 @@ class SchedulerSide:
         self._rewrites = LastTokens()
         self._stores: list[Store] = []
         self._epoch: tuple[tuple[str, str], ...] = ()
-        self._step_began = self._step_pairs = 0.0
-        self._step_tokens = 0
+        self._steps = MeasuredSteps(self.pace)
+        self._goes_on_wrong = False
 
     def bind(self, holder: BlockHolder, blocks: int) -> None:
         """Set the holder of the engine's ``blocks`` blocks."""
@@ -259,37 +259,37 @@ class SchedulerSide:
         self._layered.begins(waited)
         # Steps that wait for layers do not measure computing, and steps that decode do not measure
         # prefill, which takes far less per token.
-        tells = not self._layered.waits and 2 * decoded <= tokens
-        self._step_began, self._step_tokens = self._clock(), tokens if tells else 0
-        self._step_pairs = 0.0
+        tells, now = not self._layered.waits and 2 * decoded <= tokens, self._clock()
+        number = self._steps.begins(tokens if tells else 0, now)
         self._backlog = PromptsAhead()
         # A rank that has loaded what others still load must not wait for a further load.
         parted = any(job.parted(self._setup.ranks) for job in self._jobs.values())
-        step = Step(loads, self._stores, idle=not (tokens or parted), others=others)
+        step = Step(loads, self._stores, not (tokens or parted), others, number)
         self._stores = []
         self._rewrites.computed(progress.request_id for progress in scheduled)
         for progress in scheduled:
-            self._count_progress(progress)
+            self._count_progress(progress, now)
             if self._drafts:
                 self._drafts.computes(
                     progress, self._states.get(progress.request_id), drafted=drafted
                 )
             if self._layered.waits:
                 self._layered.computes(progress.blocks[self._setup.groups[0].index])
-            store = self._store(progress) if self._setup.role.stores else None
+            stores = self._setup.role.stores and not self._goes_on_wrong
+            store = self._store(progress) if stores else None
             if store is not None and self._layered.waits:
                 self._layered.withhold(store)
             elif store is not None:
                 step.stores.append(store)
         return step
 
-    def _count_progress(self, progress: ScheduledRequest) -> None:
-        """Count the tokens that the step computes of a request, and those left of its prompt."""
+    def _count_progress(self, progress: ScheduledRequest, now: float) -> None:
+        """Count the tokens that a step computes of a request, and those left of its prompt."""
         state = self._states.get(progress.request_id)
         if state is None:
             return
-        self._decisions.computes(state.load, self._step_began)
-        self._step_pairs += pairs_of(max(0, progress.tokens - state.known), state.known)
+        self._decisions.computes(state.load, now)
+        self._steps.attends(pairs_of(max(0, progress.tokens - state.known), state.known))
         state.known = progress.tokens
         rest = state.request.num_tokens - progress.tokens
         self._backlog.joins(progress.request_id, rest, progress.tokens)
@@ -314,14 +314,9 @@ class SchedulerSide:
         self._conversations.finished(
             request_id, state.request, lambda: state.keys()[: state.leading]
         )
-        if not read_transfer(state.request.kv_transfer_params).do_remote_decode:
-            return None
-        prompt = state.request.num_prompt_tokens
-        return Transfer(
-            do_remote_prefill=True, kvstore_pages=min(state.leading, prompt // self._page_tokens),
-            kvstore_page_tokens=self._page_tokens, kvstore_node=self._opening.node_name,
-            prompt_tokens=prompt,
-        ).as_parameters()  # fmt: skip
+        return answer_of(
+            state.request, state.leading, self._page_tokens, self._opening.node_name
+        )  # fmt: skip
 
     def _store(self, progress: ScheduledRequest) -> Store | None:
         state = self._states.get(progress.request_id)
@@ -359,15 +354,13 @@ class SchedulerSide:
 
         Args:
             report: of all workers.
-            invalid: blocks that this adapter or others should have loaded in the step.
+            invalid: blocks that this adapter or others should have loaded.
         """
-        now = self._clock()
-        took_s = now - self._step_began
-        measured = self.pace.note_step(self._step_tokens, took_s, self._step_pairs)
-        if measured and self.pace.report_due(now):
+        now, report = self._clock(), report or Report()
+        if self._steps.reported(report.step, now) and self.pace.report_due(now):
             self._report_prefill(self.pace.seconds_per_token)
-        self._step_tokens = 0
-        self._take(report or Report(), whole=not invalid)
+        ours = (job.held for job in self._jobs.values() if job.is_load)
+        self._take(report, whole=not (invalid and set(invalid).difference(*ours)))
         self._judge_layers()
         for job in self._jobs.values():
             job.began = min(job.began, now)
@@ -389,7 +382,7 @@ class SchedulerSide:
         for number, end in report.ended.items():
             job = self._jobs.get(number)
             if job is None:
-                self._layered.ended(number, whole=whole)  # what others have loaded, if anything
+                self._others_ended(number, whole=whole)
                 continue
             job.ranks_left -= end.ranks
             job.pages = min(job.pages, end.pages)
@@ -400,6 +393,16 @@ class SchedulerSide:
                     self._decisions.ended(number, job.seconds, whole=job.pages == job.wanted)
                 self._end(number, job)
                 self._layered.ended(number, whole=job.pages == job.wanted)
+
+    def _others_ended(self, number: int, *, whole: bool) -> None:
+        """What others have loaded in a step has ended, if there was anything."""
+        self._layered.ended(number, whole=whole)
+        if not (whole or self._setup.recomputes or self._goes_on_wrong):
+            # The engine's own cache may have what it computes now: it spreads to other requests.
+            self._goes_on_wrong = True
+            self._opening.log.error("another connector's load failed, and this engine does not"
+                                    " compute what is missing: nothing more is stored until it is"
+                                    " restarted")  # fmt: skip
 
     def _judge_layers(self) -> None:
         """Accept results computed on layer-wise loads if the loads succeeded on all ranks."""

@@ -11,6 +11,8 @@ from typing import Any, Final
 
 import msgspec
 
+from kvstore.engine.requests import Request
+
 
 class HandoffReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How the KV of a handoff was moved from prefill to decode; each side reports its own view.
@@ -98,3 +100,23 @@ def read_transfer(parameters: Mapping[str, Any] | None) -> Transfer:
         return msgspec.convert(parameters, Transfer)
     except (msgspec.ValidationError, ValueError, RecursionError):  # ValueError: lone surrogates
         return NOTHING
+
+
+def answer_of(
+    request: Request, pages: int, page_tokens: int, node_name: str
+) -> dict[str, Any] | None:
+    """The parameters of the answer for the engine that continues; None for an ordinary request.
+
+    Args:
+        request: it has ended.
+        pages: its leading pages that are in the store, or that were submitted to it.
+        page_tokens: tokens per page.
+        node_name: name of the node; empty while unknown.
+    """
+    if not read_transfer(request.kv_transfer_params).do_remote_decode:
+        return None
+    prompt = request.num_prompt_tokens
+    return Transfer(
+        do_remote_prefill=True, kvstore_pages=min(pages, prompt // page_tokens),
+        kvstore_page_tokens=page_tokens, kvstore_node=node_name, prompt_tokens=prompt,
+    ).as_parameters()  # fmt: skip

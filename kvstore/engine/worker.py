@@ -61,6 +61,7 @@ class GroupMemory(NamedTuple):
         shards: the group's shards that this rank holds; together they fill its blocks.
         page_tokens: tokens per page.
         block_tokens: tokens per block.
+        layers: number of the group's layers in this worker. The engine waits for each of them.
         whole_only: some pages of a load are useless without all of them: the engine keeps nothing
             that lies before a window or a state, so it cannot compute what is missing.
     """
@@ -68,6 +69,7 @@ class GroupMemory(NamedTuple):
     shards: Sequence[ShardMemory]
     page_tokens: int
     block_tokens: int
+    layers: int
     whole_only: bool = False
 
     @property
@@ -96,9 +98,11 @@ def memory_of(
     group = facts.groups[place]
     whole_only = group.window_tokens > 0 or group.state
     split, held = facts.split(group), cover(facts, rank, place, stage)
+    first, stop = facts.stages[stage] if facts.stages else (0, group.layers)
+    layers = stop - first
     if len(held) == 1:
         shards = [ShardMemory(pool, *held[0])]
-        return GroupMemory(shards, page_tokens, group.block_tokens, whole_only)
+        return GroupMemory(shards, page_tokens, group.block_tokens, layers, whole_only)
     each, rest = divmod(pool.block_bytes, split.rank_heads)
     if rest:
         what = f"{pool.block_bytes} are not those of {split.rank_heads} heads"
@@ -107,7 +111,7 @@ def memory_of(
     for shard, one in held:
         first, stop = one.heads
         shards.append(ShardMemory(pool.part(first * each, (stop - first) * each), shard, one))
-    return GroupMemory(shards, page_tokens, group.block_tokens, whole_only)
+    return GroupMemory(shards, page_tokens, group.block_tokens, layers, whole_only)
 
 
 class StepOutcome(NamedTuple):
@@ -134,6 +138,7 @@ class _Loading:
         parts: the restore of each shard of each group.
         refused: a part could not be started, or was used before it was loaded: no page counts.
         late: its request has stopped waiting.
+        waited: group and layer of each for which the engine has waited.
     """
 
     load: Load
@@ -141,6 +146,7 @@ class _Loading:
     began: float
     refused: bool = False
     late: bool = False
+    waited: set[tuple[int, int]] = field(default_factory=set)
 
     @property
     def deadline(self) -> float:
@@ -208,6 +214,7 @@ class WorkerSide:
     _loads: list[_Loading] = field(default_factory=list)
     _stores: list[_Storing] = field(default_factory=list)
     _said: str = ""
+    _said_unwaited: bool = False
     _idle_steps: int = 0
     _not_begun: Sequence[Store] = ()
 
@@ -236,7 +243,8 @@ class WorkerSide:
         """Wait until a layer of all layer-wise loads is loaded, or has failed.
 
         If the engine uses a layer before it is loaded, the whole load is invalid, even if it ends
-        successfully later.
+        successfully later. If it does not wait for some layer, so is the load: nobody knows when
+        that layer was used.
 
         Args:
             place: index of the layer's group.
@@ -245,6 +253,7 @@ class WorkerSide:
         for loading in self._loads:
             if not loading.load.layerwise:
                 continue
+            loading.waited.add((place, layer))
             for blocks, job in loading.parts:
                 if blocks.group != place:
                     continue
@@ -295,7 +304,7 @@ class WorkerSide:
             if together:
                 self._extract_together(space, storing, together)
 
-    def poll(self, *, idle: bool = False, others: int = 0) -> StepOutcome:
+    def poll(self, *, idle: bool = False, others: int = 0, number: int = 0) -> StepOutcome:
         """Return the ended jobs; wait for layer-wise loads, which end with their step.
 
         Args:
@@ -303,12 +312,14 @@ class WorkerSide:
                 may be one that computes: the engine begins that one when an earlier step that
                 computes, or in which a load ended, has ended on all ranks.
             others: see :class:`Step`.
+            number: see :class:`Step`.
         """
-        outcome = StepOutcome(set(), set(), set(), Report())
+        outcome = StepOutcome(set(), set(), set(), Report(step=number))
         if others:
             outcome.report.end(others, 0)
         if idle and self._idle_steps >= self.steps_ahead:
             self._wait_idle()
+        self._refuse_unwaited()
         self._cancel_late_layers()
         until = self.clock() + END_TIMEOUT_S
         for loading in list(self._loads):
@@ -372,6 +383,29 @@ class WorkerSide:
     def _ends(self, loading: _Loading, until: float) -> bool:
         """Whether all jobs of a load have ended, or do by ``until``."""
         return all(job.wait(max(0.0, until - self.clock())) for _, job in loading.parts)
+
+    def _refuse_unwaited(self) -> None:
+        """Refuse and cancel layer-wise loads with a layer for which the engine has not waited."""
+        for loading in self._loads:
+            if not loading.load.layerwise or loading.refused:
+                continue
+            wanted = {
+                (blocks.group, layer)
+                for blocks in loading.load.blocks
+                for layer in range(self.groups[blocks.group].layers)
+            }
+            if wanted <= loading.waited:
+                continue
+            loading.refused = True
+            for _, job in loading.parts:
+                job.cancel()
+            self.counts.add("unwaited_loads")
+            if not self._said_unwaited:
+                self._said_unwaited = True
+                self.opening.log.warning(
+                    "the engine computed layers without waiting for their loads (in a graph of a"
+                    " whole step?): such loads fail, and are computed; set load: async"
+                )
 
     def _cancel_late_layers(self) -> None:
         """Cancel layer-wise loads, which end with their step; all before the end of any is awaited.

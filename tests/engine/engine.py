@@ -96,7 +96,7 @@ class World:
 
     def __init__(self, *, groups: Sequence[Group] = (FULL,), role: Role = BOTH,
                  ranks: int = 1, blocks: int = 1000, takes_whole: bool = False,
-                 drafts: bool = False, page_tokens: int = PAGE,
+                 drafts: bool = False, page_tokens: int = PAGE, recomputes: bool = True,
                  **extra: Any) -> None:  # fmt: skip
         self.now = 100.0
         self.store = FakeStore()
@@ -106,7 +106,7 @@ class World:
         opening = Opening(self.store, IDENTITY, [SHARD], lambda: self.now)
         setup = Setup(
             "engine", groups, page_tokens, BLOCK, ranks, role, takes_whole=takes_whole,
-            drafts=drafts,
+            drafts=drafts, recomputes=recomputes,
         )  # fmt: skip
         self.side = SchedulerSide(opening, setup, options, lambda: self.now, self.reports.append)
         self.side.bind(self.blocks, blocks)

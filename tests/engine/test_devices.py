@@ -61,7 +61,7 @@ def pool(request, memory):
 @pytest.fixture
 def side(store, pool):
     opening = Opening(store, IDENTITY, [SHARD], monotonic)
-    return WorkerSide(opening, [GroupMemory([ShardMemory(pool, 0)], PAGE, BLOCK)], monotonic)
+    return WorkerSide(opening, [GroupMemory([ShardMemory(pool, 0)], PAGE, BLOCK, 4)], monotonic)
 
 
 def ended(side, wait_until):

@@ -170,6 +170,46 @@ def test_what_was_computed_on_loads_of_another_connector_is_stored_if_they_came(
     assert world.side.busy, "so that there is another step"
 
 
+def others_step(world, invalid):
+    """Another connector loads in a step; what is stored of a request after it."""
+    step = world.side.build([ScheduledRequest("r", 128, [table()])], 128, others_load=True)
+    report = Report()
+    report.end(step.others, 0)
+    world.side.reported(report, invalid)
+    return world.step(ScheduledRequest("r", 256, [table()])).stores
+
+
+def test_an_engine_that_goes_on_behind_what_others_did_not_load_stores_nothing_any_more(caplog):
+    """Its own cache keeps what it computes of it, so later requests are computed on that, too."""
+    world = World(recomputes=False)
+    world.side.see(request(), PLAIN)
+    assert not others_step(world, {7})
+
+    assert world.blocks.forgotten == set(table())
+    world.side.forget_all()
+    world.side.see(request(), PLAIN)
+    assert not others_step(world, {7})
+    assert not world.step(ScheduledRequest("r", 300, [table()])).stores
+    assert not world.blocks.held
+    (said,) = caplog.messages
+    assert "restart" in said
+
+
+def test_a_load_of_ours_that_failed_in_part_is_none_of_others():
+    world = World(recomputes=False)
+    world.store.answer = Hit(4)
+    load = world.load(Request("o", list(range(300))), table=table(10, 20)).loads[0]
+    world.side.see(request(), PLAIN)
+    step = world.side.build([ScheduledRequest("r", 128, [table()])], 128, others_load=True)
+    report = Report()
+    report.end(load.job, 1)
+    report.end(step.others, 0)
+    world.side.reported(report, set(load.blocks[0].blocks[2:]))
+
+    assert [store.blocks[0].blocks for store in world.step().stores] == [[1, 2, 3, 4]]
+    assert world.step(ScheduledRequest("r", 256, [table()])).stores
+
+
 @given(st.lists(st.sampled_from(["no load", "comes", "fails"]), max_size=12), st.integers(0, 3))
 def test_a_step_is_stored_once_unless_it_began_before_a_failed_load_was_reported(fates, ahead):
     """Every step stores something; an engine begins ``ahead`` steps before it knows of one."""

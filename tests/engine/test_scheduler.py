@@ -167,9 +167,9 @@ def test_a_promise_that_cannot_be_kept_is_not_waited_for(change):
 
 def test_computing_is_preferred_where_it_is_faster():
     world = World()
-    world.step(tokens=1000)
+    step = world.step(tokens=1000)
     world.now += 0.001  # a microsecond a token
-    world.side.reported(None)
+    world.side.reported(Report(step=step.number))
     world.store.answer = Hit(4, load_seconds=0.1)
 
     assert world.side.match(request(), PLAIN, 0) == (0, False)

@@ -87,6 +87,7 @@ class Machine(FakeStore):
         shards: int = 1,
         *,
         whole_only: bool = False,
+        layers: int = 0,
     ) -> None:
         super().__init__()
         self.now = 10.0
@@ -95,7 +96,7 @@ class Machine(FakeStore):
         opening = Opening(self, IDENTITY, [SHARD], lambda: self.now)
         pool = SimpleNamespace(device=device)
         held = [ShardMemory(pool, at) for at in range(shards)]
-        memory = GroupMemory(held, PAGE, BLOCK, whole_only)
+        memory = GroupMemory(held, PAGE, BLOCK, layers, whole_only)
         self.side = WorkerSide(opening, [memory], lambda: self.now, steps_ahead)
 
     def restore_shards(self, *arguments: Any) -> list[Job]:
@@ -145,6 +146,12 @@ def test_a_worker_says_in_which_step_others_have_loaded():
     machine = Machine()
     assert machine.side.poll(others=7).report.ended.keys() == {7}
     assert not machine.side.poll().report
+
+
+def test_a_worker_says_which_step_it_reports():
+    machine = Machine()
+    assert machine.side.poll(number=7).report.step == 7
+    assert machine.side.poll().report.step == 0
 
 
 def test_an_empty_step_among_steps_that_compute_waits_for_no_load():
@@ -201,7 +208,7 @@ def test_a_layer_that_was_computed_on_before_it_came_makes_the_whole_load_invali
 
 
 def test_layers_that_come_in_time_make_a_valid_load():
-    machine = Machine()
+    machine = Machine(layers=4)
     machine.load(1, ends_after_s=0.3, layerwise=True)
     for layer in range(4):
         machine.side.wait_layer(0, layer)
@@ -408,4 +415,16 @@ def test_groups_that_forget_tokens_are_loaded_whole_or_not_at_all(change, whole_
         ranks=1, groups=(msgspec.structs.replace(FULL, kv_heads=1, **change),),
     )  # fmt: skip
     pool = SimpleNamespace(block_bytes=128, device="cpu")
-    assert memory_of(facts, PAGE, pool, 0, 0).whole_only is whole_only
+    memory = memory_of(facts, PAGE, pool, 0, 0)
+    assert memory.whole_only is whole_only
+    assert memory.layers == FULL.layers
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_stage_waits_for_its_own_layers(stage):
+    facts = EngineFacts(
+        engine="e", model="m", revision="", kv_dtype="bfloat16", settings={}, version="1", isa="",
+        ranks=1, groups=(msgspec.structs.replace(FULL, kv_heads=1),), stages=((0, 3), (3, 4)),
+    )  # fmt: skip
+    pool = SimpleNamespace(block_bytes=128, device="cpu")
+    assert memory_of(facts, PAGE, pool, 0, 0, stage).layers == (3, 1)[stage]

@@ -101,7 +101,7 @@ class Parts:
         plugin.mark_images()
         return {"name": InputProcessor.process_inputs.__module__}
 
-    def layout(self, connectors: list[str]) -> Answer:
+    def layout(self, connectors: list[str], *, hybrid: bool = False) -> Answer:
         """The layout of blocks that vLLM takes with one connector, or several."""
         given = [{"kv_connector": one, "kv_role": "kv_both"} for one in connectors]
         transfer = KVTransferConfig(**given[0])
@@ -113,6 +113,7 @@ class Parts:
         config = _config({})
         config.kv_transfer_config = transfer
         plugin._check_whole(config)
+        config.model_config.is_hybrid = hybrid
         return {"layout": get_kv_connector_cache_layout(config)}
 
     def layouts(self) -> Answer:

@@ -44,6 +44,10 @@ def test_beside_nixl_the_layout_of_blocks_is_left_to_it(parts: Engine):
     assert parts.ask("layout", connectors=both)["layout"] == "LBHNC"
 
 
+def test_with_states_the_layout_of_blocks_is_left_to_vllm(parts: Engine):
+    assert parts.ask("layout", connectors=["KVStoreConnector"], hybrid=True)["layout"] is None
+
+
 def test_the_layouts_whose_tensors_are_tested_are_those_of_vllm(parts: Engine):
     from tests.engine_adapters.vllm.test_tensors import LAYOUTS
 

@@ -15,6 +15,7 @@ import pytest
 
 from engine_adapters.vllm import plugin
 from engine_adapters.vllm.names import config_digest
+from engine_adapters.vllm.options import layout_for, read_options
 from kvstore.protocol.errors import ConfigError
 from tests.engine_adapters.vllm.test_support import model_of
 
@@ -36,11 +37,15 @@ def vllm(monkeypatch):
             self.checked = True
 
     class VllmConfig:
-        def __init__(self, transfer, model, *, device="cpu", ranks=None, **cache):
+        def __init__(self, transfer, model, *, device="cpu", ranks=None, v2=False, ahead=False,
+                     **cache):  # fmt: skip
             self.kv_transfer_config, self.model_config = transfer, model
             self.speculative_config = None
             self.device_config = SimpleNamespace(device_type=device)
-            self.scheduler_config = SimpleNamespace(enable_chunked_prefill=True)
+            self.scheduler_config = SimpleNamespace(
+                enable_chunked_prefill=True, async_scheduling=ahead
+            )
+            self.use_v2_model_runner = v2
             self.parallel_config = SimpleNamespace(**ranks or {})
             self.cache_config = SimpleNamespace(**{"block_size": 32, **cache})
             self.__post_init__()
@@ -188,6 +193,19 @@ LLAMA = model_of("LlamaForCausalLM")
         ({}, {"ranks": {"prefill_context_parallel_size": 2}}, "prefill_context_parallel_size: 2 "),
         ({}, {"ranks": {"enable_fault_tolerance": True}}, "enable_fault_tolerance: .*leave it out"),
         ({}, {"calculate_kv_scales": True}, "calculate_kv_scales: .*start vLLM without KVStoreC"),
+        (
+            {"load": "layerwise"},
+            {"v2": True, "ahead": True},
+            r"extra_config: load: layerwise: .*use async, or VLLM_USE_V2_MODEL_RUNNER=0 and"
+            r" --no-async-scheduling$",
+        ),
+        ({"load": "layerwise"}, {"v2": True}, "use async, or VLLM_USE_V2_MODEL_RUNNER=0$"),
+        ({"load": "layerwise"}, {"ahead": True}, "use async, or --no-async-scheduling$"),
+        (
+            {"load": "layerwise"},
+            {"ranks": {"pipeline_parallel_size": 2}, "v2": True},
+            "load: layerwise: .*use async$",
+        ),
     ],
 )
 def test_options_that_do_not_fit_the_others_are_refused_before_the_model_is_loaded(
@@ -212,13 +230,35 @@ def test_options_that_do_not_fit_the_others_are_refused_before_the_model_is_load
         ({"page_tokens": 48}, LLAMA, {"device": "cuda"}),
         ({"page_tokens": 48}, LLAMA, {"kv_cache_dtype_skip_layers": ["model.layers.0"]}),
         ({"page_tokens": 64}, LLAMA, {"block_size": 128, "sliding_window": 4096}),
+        ({"load": "layerwise"}, LLAMA, {}),
+        ({}, LLAMA, {"v2": True, "ahead": True, "ranks": {"pipeline_parallel_size": 2}}),
     ],
-    ids=["they fit", "a backend will choose it", "dtypes will decide on it", "all layers: windows"],
-)
+    ids=["they fit", "a backend will choose it", "dtypes will decide on it", "all layers: windows",
+         "one step after the other", "requests wait outside of steps"],
+)  # fmt: skip
 def test_options_that_fit_or_may_fit_are_taken(vllm, options, model, rest):
     config, _, whole = vllm
     plugin.register()
     assert whole(config("KVStoreConnector", **options), model, **rest).checked
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "on_cuda", "asked"),
+    [
+        (LLAMA, {}, True, "BLHNC"),
+        (LLAMA, {}, False, None),
+        (LLAMA, {"in_multi_connector": True}, True, None),
+        (model_of("Qwen3NextForCausalLM", is_hybrid=True), {}, True, None),
+        (None, {}, True, "BLHNC"),
+    ],
+    ids=["a GPU", "a CPU", "one of several", "states", "no model"],
+)
+def test_blocks_are_asked_for_outermost_only_where_vllm_starts_with_them(
+    model, options, on_cuda, asked
+):
+    """With states vLLM's blocks are larger than its kernels', which such a layout cannot split."""
+    config = SimpleNamespace(model_config=model)
+    assert layout_for(read_options(options), config, on_cuda=on_cuda) == asked
 
 
 @pytest.fixture

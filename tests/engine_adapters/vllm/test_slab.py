@@ -37,7 +37,7 @@ def test_a_worker_loads_from_its_slab_what_it_has_loaded_before(layerwise, wait_
         memory = np.zeros((4, 16, 128), dtype=np.uint8)
         planes = tuple(int(plane.ctypes.data) for plane in memory)
         pool = KVPool(planes, 128, 128, 16, 1)
-        side = WorkerSide(opening, [GroupMemory([ShardMemory(pool, 0)], PAGE, BLOCK)], monotonic)
+        side = WorkerSide(opening, [GroupMemory([ShardMemory(pool, 0)], PAGE, BLOCK, 4)], monotonic)
         keys = space.page_keys(range(3 * PAGE))
         pages = [
             np.random.default_rng(at).integers(0, 256, space.page_bytes[0], dtype=np.uint8)
