@@ -12,11 +12,13 @@ done only by an **event**. :class:`Device` is the interface that this module nee
 """
 
 import os
+import resource
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from queue import SimpleQueue
 from time import perf_counter
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -35,6 +37,8 @@ AT_DEVICE: Final = 2
 SLICES_MIN: Final = AT_DEVICE + 1
 RING_BYTES_MAX: Final = 128 << 20
 """Of a ring with more slices than the fewest."""
+_RINGS: Final = 8
+"""Rings that should fit into the memory that a process may lock: two for each device and slab."""
 THREADS_MAX: Final = 8
 DEADLINE_S = 30.0
 """How long the device may take for a copy before the job fails. Its blocks stay in use until the
@@ -188,7 +192,7 @@ class Lane:
         self._last = _End()
         self._last.reached_at(self.stream.record())
         self._late = False
-        self._threads = _pool()
+        self._threads = _Threads()
 
     @contextmanager
     def turn(self, copy: DeviceCopy) -> Iterator[None]:
@@ -281,7 +285,7 @@ class Lane:
                     break
                 if at in copying:
                     self.reached(copying.pop(at))
-                task = self._submit(self._fill, pages, first, each, at, progress)
+                task = self._threads.submit(self._fill, pages, first, each, at, progress)
                 filling.append((first, at, task))
             while whole and filling:
                 whole = hand_over()
@@ -321,7 +325,7 @@ class Lane:
         def take_over() -> None:
             first, at, event = coming.popleft()
             self.reached(event)
-            going[at] = self._submit(empty, first, at)
+            going[at] = self._threads.submit(empty, first, at)
 
         try:
             for number, first in enumerate(range(0, total, each)):
@@ -389,7 +393,7 @@ class Lane:
         Returns:
             Whether the device has finished all work of this lane.
         """
-        self._threads.shutdown(wait=True)
+        self._threads.end()
         try:
             idle = self._last.wait(0.0 if self._late else DEADLINE_S)
         except RuntimeError:
@@ -405,36 +409,11 @@ class Lane:
         each = _slice_pages(size)
         if self._slice_bytes < each * size:
             self._ring, self._slice_bytes = None, 0
-            self._ring = self._pin(each * size)
+            self._slices = slice_count(each * size)
+            self._ring = self._device.pinned(self._slices * each * size)
             self._slice_bytes = each * size
-            self._slices = len(self._ring) // self._slice_bytes
         assert self._slices * each * size <= len(self._ring)
         return each
-
-    def _pin(self, slice_bytes: int) -> Any:
-        """A ring, with the fewest slices if the process may not lock more.
-
-        Raises:
-            DeviceUnavailable: that is too much, too; names the limit.
-        """
-        try:
-            return self._device.pinned(slice_count(slice_bytes) * slice_bytes)
-        except DeviceUnavailable:
-            return self._device.pinned(SLICES_MIN * slice_bytes)
-
-    def _submit(self, work: Callable[..., Any], *given: Any) -> "Future[Any]":
-        """Let a thread do some work on the ring.
-
-        Raises:
-            RuntimeError: no thread can be started; nothing that was submitted is still to be done.
-        """
-        try:
-            return self._threads.submit(work, *given)
-        except RuntimeError:
-            # It is queued all the same. Whoever has the ring next must not find it written then.
-            self._threads.shutdown(wait=True)
-            self._threads = _pool()
-            raise
 
     def _slice(self, at: int, size: int) -> Any:
         start = at * self._slice_bytes
@@ -500,11 +479,62 @@ def thread_count() -> int:
 def slice_count(slice_bytes: int) -> int:
     """Slices of a ring: one for each thread, and those that the device copies meanwhile.
 
-    Fewer if slices are large.
+    Fewer if slices are large, or if the process may not lock enough memory.
     """
-    most = max(SLICES_MIN, RING_BYTES_MAX // slice_bytes)
-    return min(most, thread_count() + AT_DEVICE)
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    most = RING_BYTES_MAX
+    if limit != resource.RLIM_INFINITY:
+        most = min(most, limit // _RINGS)
+    return min(max(SLICES_MIN, most // slice_bytes), thread_count() + AT_DEVICE)
 
 
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(thread_count(), "kvstore-device")
+class _Threads:
+    """The threads of a lane, started with its first work.
+
+    Other than in a ``ThreadPoolExecutor``, no work is queued if there is no thread to do it: it
+    would be done when the ring has another owner. With at least one thread, work never fails for
+    want of more.
+    """
+
+    def __init__(self) -> None:
+        self._work: SimpleQueue[tuple[Future[Any], Callable[..., Any], Any] | None] = SimpleQueue()
+        self._running: list[threading.Thread] = []
+        self._most = thread_count()
+
+    def submit(self, work: Callable[..., Any], *given: Any) -> "Future[Any]":
+        """Let a thread do some work.
+
+        Raises:
+            RuntimeError: no thread can be started, or all were ended.
+            MemoryError: likewise.
+        """
+        if len(self._running) < self._most:
+            thread = threading.Thread(target=self._run, name="kvstore-device", daemon=True)
+            try:
+                thread.start()
+                self._running.append(thread)
+            except (RuntimeError, MemoryError):
+                if not self._running:
+                    raise
+        if not self._running:
+            raise RuntimeError("the lane is closed")
+        future: Future[Any] = Future()
+        self._work.put((future, work, given))
+        return future
+
+    def end(self) -> None:
+        """End the threads when they have done all work; none is started anymore."""
+        self._most = 0
+        for _ in self._running:
+            self._work.put(None)
+        while self._running:
+            self._running.pop().join()
+
+    def _run(self) -> None:
+        while (found := self._work.get()) is not None:
+            future, work, given = found
+            try:
+                future.set_result(work(*given))
+            except BaseException as error:  # noqa: BLE001 whoever waits is told
+                future.set_exception(error)
+            del found, future, work, given  # what they refer to ends with the work

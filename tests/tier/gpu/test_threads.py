@@ -1,5 +1,6 @@
 """Goal: a lane copies with the threads that the machine has to spare, and none works on late."""
 
+import resource
 import threading
 
 import numpy as np
@@ -9,16 +10,14 @@ pytest.importorskip("torch")
 
 from kvstore import mover
 from kvstore.protocol.errors import DeviceUnavailable
-from kvstore.testing.device import EngineMemory, LateDevice
+from kvstore.testing.device import EngineMemory
 from kvstore.tier import lane
 from kvstore.tier.gpu import HostDevice
-from kvstore.tier.lane import DeviceCopy, Lane, PagesInHost
+from kvstore.tier.lane import DeviceCopy, Lane
 
 MIB = 1 << 20
 THREADS = 4
 WAIT_S = 10.0
-BUSY_S = 0.2
-"""How long two threads have work, so that a third one is started; late work takes twice that."""
 
 
 @pytest.mark.parametrize(
@@ -26,6 +25,7 @@ BUSY_S = 0.2
 )
 def test_a_lane_leaves_processors_to_the_engine(processors, threads, monkeypatch):
     monkeypatch.setattr(lane.os, "sched_getaffinity", lambda _: set(range(processors)))
+    monkeypatch.setattr(lane.resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
     assert lane.thread_count() == threads
     assert lane.slice_count(MIB) == threads + 2
 
@@ -33,16 +33,22 @@ def test_a_lane_leaves_processors_to_the_engine(processors, threads, monkeypatch
 @pytest.mark.parametrize(("size", "slices"), [(4, 10), (20, 6), (32, 4), (80, 3)])
 def test_a_ring_of_large_pages_has_fewer_slices(size, slices, monkeypatch):
     monkeypatch.setattr(lane, "thread_count", lambda: 8)
+    monkeypatch.setattr(lane.resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
     assert lane.slice_count(size * MIB) == slices
 
 
-def test_a_ring_has_the_fewest_slices_where_no_more_can_be_locked(monkeypatch):
-    """Two threads fill them at a time all the same."""
-    monkeypatch.setattr(lane, "thread_count", lambda: THREADS)
-    device = LateDevice()
-    memory = EngineMemory(device, 4, 4096, 0, 1, 2 * THREADS)
-    monkeypatch.setattr(lane, "SLICE_BYTES", memory.size)
-    device.failures.append(("pinned", DeviceUnavailable("cannot be pinned", "memlock")))
+@pytest.mark.parametrize(
+    ("limit", "slices"), [(8 << 10, 3), (48 * MIB, 3), (256 * MIB, 8), (8 << 30, 10)]
+)
+def test_rings_fit_into_what_may_be_locked(limit, slices, monkeypatch):
+    """Those of all lanes of a process: one that takes all it may leaves the others without."""
+    monkeypatch.setattr(lane, "thread_count", lambda: 8)
+    monkeypatch.setattr(lane.resource, "getrlimit", lambda _: (limit, limit))
+    assert lane.slice_count(4 * MIB) == slices
+
+
+def test_two_threads_fill_the_fewest_slices_at_a_time(memory, monkeypatch):
+    monkeypatch.setattr(lane, "slice_count", lambda _: lane.SLICES_MIN)
     two, real = threading.Barrier(2), mover.scatter
 
     def scatter(*given):
@@ -50,14 +56,9 @@ def test_a_ring_has_the_fewest_slices_where_no_more_can_be_locked(monkeypatch):
         return real(*given)
 
     monkeypatch.setattr(mover, "scatter", scatter)
-    try:
-        fence = memory.pool.fence()
-        restored = memory.pool.restore(memory.pages(), memory.table, fence, DeviceCopy())
-        assert restored == 2 * THREADS
-        assert memory.read() == [row.tobytes() for row in memory.host]
-        assert len(memory.lanes[0]._ring) == 3 * memory.size
-    finally:
-        memory.close()
+    assert restored(memory, memory.pages()) == 2 * THREADS
+    assert memory.read() == [row.tobytes() for row in memory.host]
+    assert len(memory.lanes[0]._ring) == 3 * memory.size
 
 
 def test_a_trial_takes_no_more_of_the_device_than_a_slice():
@@ -70,6 +71,7 @@ def test_a_trial_takes_no_more_of_the_device_than_a_slice():
 @pytest.fixture
 def memory(monkeypatch):
     monkeypatch.setattr(lane, "thread_count", lambda: THREADS)
+    monkeypatch.setattr(lane.resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
     made = EngineMemory(HostDevice("cpu:0"), 4, 4096, 0, 1, 2 * THREADS)
     monkeypatch.setattr(lane, "SLICE_BYTES", made.size)
     yield made
@@ -109,71 +111,47 @@ def test_all_threads_of_a_lane_copy_at_the_same_time(way, memory, monkeypatch):
         assert np.array_equal(memory.host, wanted)
 
 
-def third_thread_does_not_start(monkeypatch):
+def threads_that_start(monkeypatch, most):
+    """No more than ``most`` threads of lanes start, each of those that are tried after another."""
     real, started = threading.Thread.start, []
 
     def start(self):
         if self.name.startswith("kvstore-device"):
-            started.append(self)
-            if len(started) == 3:
+            if len(started) == most:
                 raise RuntimeError("can't start new thread")
+            started.append(self)
         real(self)
 
     monkeypatch.setattr(threading.Thread, "start", start)
+    return started
 
 
-def other_pages(memory):
-    """Other bytes under the same names, all whole."""
-    other = np.random.default_rng(5).integers(0, 256, memory.host.shape, dtype=np.uint8)
-    addresses = np.array([row.ctypes.data for row in other], dtype=np.uint64)
-    digests = mover.digest(addresses, memory.size, memory.seeds)
-    return other, PagesInHost(addresses, memory.size, digests, memory.seeds)
-
-
-def test_a_load_that_got_no_thread_does_not_write_into_the_next_one(memory, monkeypatch):
-    """A pool of threads queues work before it starts the thread that is to do it."""
-    third_thread_does_not_start(monkeypatch)
-    other, pages = other_pages(memory)
-    first, third = {int(one) for one in pages.sources[:2]}, int(pages.sources[2])
-    verified, written = threading.Event(), threading.Event()
-    real = mover.scatter
-
-    def scatter(sources, *given):
-        source = int(sources[0])
-        if source in first:
-            verified.wait(BUSY_S)
-        if source == third:
-            verified.wait(2 * BUSY_S)
-        done = real(sources, *given)
-        if source == third:
-            written.set()
-        if source == int(memory.addresses[2]):
-            verified.set()
-            assert written.wait(WAIT_S)
-        return done
-
-    monkeypatch.setattr(mover, "scatter", scatter)
-    with pytest.raises(DeviceUnavailable, match="new thread"):
-        restored(memory, pages)
+@pytest.mark.parametrize("most", [1, 3])
+def test_the_threads_that_start_do_all_the_work(most, memory, monkeypatch):
+    started = threads_that_start(monkeypatch, most)
     assert restored(memory, memory.pages()) == 2 * THREADS
     assert memory.read() == [row.tobytes() for row in memory.host]
-    assert len(other) == 2 * THREADS, "its memory is alive"
+    assert len(started) == most
 
 
-def test_a_store_that_got_no_thread_writes_nothing_after_it_has_failed(memory, monkeypatch):
-    third_thread_does_not_start(monkeypatch)
-    memory.write(memory.host)
-    failed, real = threading.Event(), mover.gather
+@pytest.mark.parametrize("move", [lambda memory: restored(memory, memory.pages()), extracted])
+def test_work_for_which_there_is_no_thread_is_never_done(move, memory, monkeypatch):
+    """Not when a thread has started at last: the ring and the slots have other owners by then."""
+    done = []
+    for name in ("scatter", "gather"):
+        monkeypatch.setattr(mover, name, lambda *given: done.append(given))
+    with monkeypatch.context() as context:
+        threads_that_start(context, 0)
+        with pytest.raises(DeviceUnavailable, match="new thread"):
+            move(memory)
+    assert [one._threads.submit(lambda: 7).result(WAIT_S) for one in memory.lanes] == [7, 7]
+    assert not done
 
-    def gather(*given):
-        failed.wait(BUSY_S)
-        return real(*given)
 
-    monkeypatch.setattr(mover, "gather", gather)
-    memory.host[:] = 0
-    with pytest.raises(DeviceUnavailable, match="new thread"):
-        extracted(memory)
-    memory.host[:] = 0
-    failed.set()
-    memory.lanes[1].close()  # waits for threads that still work
-    assert not memory.host.any(), "the place may have another owner by now"
+def test_a_lane_that_is_closed_does_nothing(memory):
+    assert restored(memory, memory.pages()) == 2 * THREADS
+    threads = list(memory.lanes[0]._threads._running)
+    assert memory.lanes[0].close()
+    assert not any(thread.is_alive() for thread in threads)
+    with pytest.raises(RuntimeError, match="closed"):
+        memory.lanes[0]._threads.submit(lambda: 7)
