@@ -60,7 +60,6 @@ class DevicePools:
         self._lock = threading.Lock()
         self._pools: dict[KVPool, DevicePool] = {}
         self._lanes: dict[str, tuple[Device, Lane, Lane]] = {}
-        self._of_parents: list[object] = []
         self._closed = ""
         forks.register(self)
 
@@ -99,8 +98,7 @@ class DevicePools:
     def forked(self) -> None:
         """In a forked child: the parent has the device."""
         self._lock = threading.Lock()
-        # CUDA aborts a child that frees memory or events of its parent's device.
-        self._of_parents += [*self._pools.values(), *self._lanes.values()]
+        forks.keep((self._pools, self._lanes))
         self._pools, self._lanes = {}, {}
         self._closed = "the device belongs to the parent of this fork"
 

@@ -21,7 +21,13 @@ class Forkable(Protocol):
 
 
 _members: Final["weakref.WeakSet[Forkable]"] = weakref.WeakSet()
+_of_parents: Final[list[object]] = []
 _forks = 0
+
+
+def keep(of_parent: object) -> None:
+    """In a child: never free something of its parent's device, for which CUDA aborts the child."""
+    _of_parents.append(of_parent)
 
 
 def register(member: Forkable) -> None:

@@ -43,7 +43,6 @@ class Worker:
         self._name = name
         self._threads_max = threads
         self._closed = False
-        self._of_parents: list[Job[Any]] = []
         self._begin_empty()
         forks.register(self)
 
@@ -97,7 +96,6 @@ class Worker:
     def forked(self) -> None:
         """In a forked child: the parent runs submitted jobs; here they have failed."""
         inherited = [*self._waiting, *self._running]
-        self._of_parents += inherited  # a child must not free what is of a device of its parent
         self._begin_empty()
         for job in inherited:
             job.forked()
@@ -135,7 +133,6 @@ class Job(Generic[T]):
     ) -> None:  # fmt: skip
         self._call = run
         self._blocks = blocks
-        self._of_parent: BlocksOnDevice | None = None
         self._slow = slow
         self._ended = threading.Event()
         self._value: T | None = None
@@ -169,8 +166,9 @@ class Job(Generic[T]):
 
     def forked(self) -> None:
         """In a forked child: it has failed; the parent's job continues."""
-        self._of_parent = self._blocks or self._of_parent
-        self._blocks = None
+        if self._blocks is not None:
+            forks.keep(self._blocks)
+            self._blocks = None
         if self.done:
             return
         self._ended = threading.Event()

@@ -320,14 +320,12 @@ class LinkThreads:
                     self._running.discard(threading.current_thread())
 
         thread = threading.Thread(target=target, name=name, daemon=True)
-        with self._lock:
+        with self._lock:  # until it runs, nobody can wait for it
+            try:
+                thread.start()
+            except RuntimeError as error:
+                raise PeerUnreachable(f"no thread for a connection: {error}") from error
             self._running.add(thread)
-        try:
-            thread.start()
-        except RuntimeError as error:
-            with self._lock:
-                self._running.discard(thread)
-            raise PeerUnreachable(f"no thread for a connection: {error}") from error
         return thread
 
     def join(self, each_s: float) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvstore.client import jobs
+from kvstore.client import forks, jobs
 from kvstore.client.jobs import MustWaitError, RestoreJob, StoreJob, Worker
 from kvstore.client.results import RestoreResult
 from kvstore.mover import Progress
@@ -246,12 +246,13 @@ def test_in_a_forked_child_the_parents_jobs_have_failed_and_new_ones_run(worker,
     assert StoreJob(worker, lambda: 3).result(TIMEOUT_S) == 3
 
 
-def test_a_forked_child_frees_nothing_of_its_parents_device(worker, gate):
+def test_a_forked_child_frees_nothing_of_its_parents_device(worker, gate, monkeypatch):
     """CUDA aborts a child that does; and a grandchild has what the child has kept."""
 
     class Blocks:
         """Of a device."""
 
+    monkeypatch.setattr(forks, "_of_parents", [])
     running = StoreJob(worker, gate)
     assert gate.entered.wait(TIMEOUT_S)
     blocks = Blocks()

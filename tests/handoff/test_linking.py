@@ -10,6 +10,7 @@ import pytest
 
 from kvstore.handoff import connecting, decode
 from kvstore.handoff.connecting import link_all, link_to
+from kvstore.handoff.links import LinkThreads
 from kvstore.handoff.peers import PeerRank
 from kvstore.handoff.ranks import RankPart, plan_ranks
 from kvstore.handoff.registry import RankRecord
@@ -28,6 +29,7 @@ from tests.handoff.test_unequal_ranks import split
 
 SHAPE = PoolShape(2, 2, 64, 4, 8)
 LONG_NS = 60 * 10**9
+WAIT_S, SOON_S = 10.0, 0.2
 
 
 def ranks_of(count: int, data_ranks: int = 1) -> list[PeerRank]:
@@ -198,3 +200,24 @@ def test_the_failure_of_a_handoff_names_the_rank_that_cannot_be_reached(wait_unt
         at = engines.prefill[2].address
         assert receiver.failure.message == f"rank 2 at {at}: nobody listens there"
         wait_until(lambda: engines.decode[0].stats()["threads"] == 0)
+
+
+def test_who_waits_for_all_threads_waits_for_one_that_is_being_started(monkeypatch):
+    threads, real, ended = LinkThreads(), threading.Thread.start, threading.Event()
+
+    def wait():
+        threads.join(WAIT_S)
+        ended.set()
+
+    waiting = threading.Thread(target=wait)
+
+    def start(self):
+        if self.name == "late":
+            waiting.start()
+            assert not ended.wait(SOON_S), "it is not running, and must not be passed over"
+        real(self)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    threads.start(lambda: None, "late")
+    waiting.join(WAIT_S)
+    assert ended.is_set()

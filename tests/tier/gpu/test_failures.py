@@ -214,6 +214,7 @@ def test_a_stream_of_another_device_leaves_the_first_device_alone(monkeypatch):
 def test_a_forked_child_frees_nothing_of_its_parents_device(monkeypatch):
     """CUDA aborts a child that does; and a grandchild has what the child has kept."""
     monkeypatch.setattr(gpu, "open_device", LateDevice)
+    monkeypatch.setattr("kvstore.client.forks._of_parents", [])
     pools, memory = DevicePools(), np.zeros(16 * SIZE, dtype=np.uint8)
     pools.pool(KVPool((int(memory.ctypes.data),), SIZE, SIZE, 16, 1, "cpu:0")).speeds(SIZE)
     ((device, *lanes),) = pools._lanes.values()
@@ -225,6 +226,5 @@ def test_a_forked_child_frees_nothing_of_its_parents_device(monkeypatch):
     assert all(one() is not None for one in of_parent)
     with pytest.raises(DeviceUnavailable, match="parent of this fork"):
         pools.pool(KVPool((int(memory.ctypes.data),), SIZE, SIZE, 16, 1, "cpu:0"))
-    for _, *both in pools._of_parents[1:]:
-        for one in both:
-            one.close()
+    for one in of_parent[1:3]:
+        one().close()
