@@ -23,6 +23,7 @@ CATCH_ALL: dict[str, str] = {
     "kvstore/handoff/device_copies.py:_Flying.look": "a copy must end",
     "kvstore/handoff/device_reads.py:DeviceReads._begin": "a copy must end",
     "kvstore/server/peers.py:PeerService._tunnel": "a follower must not end the node",
+    "kvstore/tier/lane.py:_Threads._run": "whoever waits for the work is told, as of an executor",
     "kvstore/tier/push_memory.py:_PushWay.copy": "the device may have a part",
     "kvstore/handoff/links.py:Ticker._run": "deadlines and leases must be kept after a fault, too",
     "kvstore/handoff/listening.py:LinkListener._accept": "a port must let the next ones in",

@@ -535,6 +535,6 @@ class _Threads:
             future, work, given = found
             try:
                 future.set_result(work(*given))
-            except BaseException as error:  # noqa: BLE001 whoever waits is told
+            except BaseException as error:
                 future.set_exception(error)
             del found, future, work, given  # what they refer to ends with the work
