@@ -26,7 +26,7 @@ _forks = 0
 
 
 def keep(of_parent: object) -> None:
-    """In a child: never free something of its parent's device, for which CUDA aborts the child."""
+    """Keep what is of the parent's device: CUDA aborts a child that frees it."""
     _of_parents.append(of_parent)
 
 

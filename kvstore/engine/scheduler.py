@@ -314,9 +314,7 @@ class SchedulerSide:
         self._conversations.finished(
             request_id, state.request, lambda: state.keys()[: state.leading]
         )
-        return answer_of(
-            state.request, state.leading, self._page_tokens, self._opening.node_name
-        )  # fmt: skip
+        return answer_of(state.request, state.leading, self._page_tokens, self._opening.node_name)
 
     def _store(self, progress: ScheduledRequest) -> Store | None:
         state = self._states.get(progress.request_id)

@@ -474,8 +474,9 @@ class _CudaStream:
     def chosen(self) -> Iterator[None]:
         """Do what follows on this stream, and leave the thread's other devices alone.
 
-        A thread begins with device 0. To leave a stream of another one sets device 0 anew, which
-        takes some hundred MiB of its memory, unless that stream's device was chosen before.
+        A thread begins with device 0. When torch leaves a stream of another device, it chooses
+        device 0 again, which takes some hundred MiB of that device's memory. It does not if the
+        stream's own device was chosen first.
         """
         with torch.cuda.device(self.stream.device), torch.cuda.stream(self.stream):
             yield

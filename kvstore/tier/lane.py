@@ -36,7 +36,7 @@ AT_DEVICE: Final = 2
 """Slices of a ring that the device copies, while the threads work on the others."""
 SLICES_MIN: Final = AT_DEVICE + 1
 RING_BYTES_MAX: Final = 128 << 20
-"""Of a ring with more slices than the fewest."""
+"""Of a ring with more than :data:`SLICES_MIN` slices."""
 _RINGS: Final = 8
 """Rings that should fit into the memory that a process may lock: two for each device and slab."""
 THREADS_MAX: Final = 8
@@ -471,7 +471,7 @@ def _slice_pages(size: int) -> int:
 
 
 def thread_count() -> int:
-    """Threads of a lane: up to four one for each processor of this process, then half as many."""
+    """Threads of a lane: half as many as this process has processors, but all of up to four."""
     processors = len(os.sched_getaffinity(0))
     return min(THREADS_MAX, max(min(processors, 4), processors // 2))
 
@@ -491,9 +491,9 @@ def slice_count(slice_bytes: int) -> int:
 class _Threads:
     """The threads of a lane, started with its first work.
 
-    Other than in a ``ThreadPoolExecutor``, no work is queued if there is no thread to do it: it
-    would be done when the ring has another owner. With at least one thread, work never fails for
-    want of more.
+    Unlike a ``ThreadPoolExecutor``, it queues no work before there is a thread: if none can be
+    started, queued work would be done later, when the ring has another owner. If only some threads
+    can be started, they do all the work.
     """
 
     def __init__(self) -> None:

@@ -230,6 +230,11 @@ def _overtaken_loads() -> None:
     kvstore.client.space.Space.load_pieces = load  # type: ignore[method-assign]
 
 
+def _v1_runner() -> None:
+    """The model runner with which vLLM computes again what a layer-wise load did not bring."""
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+
+
 def _two_ranks() -> None:
     """Two ranks share the cores instead of wanting all of them each."""
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
@@ -363,6 +368,7 @@ HOOKS: dict[str, Callable[[], None]] = {
     "stuck loads": _stuck_loads,
     "overtaken loads": _overtaken_loads,
     "two ranks": _two_ranks,
+    "V1 runner": _v1_runner,
     "seeds in parts": _seeds_in_parts,
     "on a device": _on_a_device,
     "on a late device": _on_a_late_device,

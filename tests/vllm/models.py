@@ -54,7 +54,7 @@ def make_all_windows(folder: Path) -> None:
 
 
 def make_latents(folder: Path, nope: int = 32, values: int = 32) -> None:
-    """A model with MLA; latents have the only sizes that vLLM's kernel for CPUs has."""
+    """A model with MLA, by default of the only sizes that vLLM's kernel for CPUs has."""
     import torch
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 

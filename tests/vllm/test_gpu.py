@@ -46,14 +46,13 @@ def answers(engine: Engine) -> list[tuple[list[int], list[list[float]]]]:
 @pytest.mark.parametrize("load", ["async", "layerwise"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_kv_from_the_store_computes_what_the_engines_own_kv_does(
-    kind: str, load: str, node: Node, start: Start, make: Make, monkeypatch: pytest.MonkeyPatch
+    kind: str, load: str, node: Node, start: Start, make: Make
 ):
     if load == "layerwise" and kind == "windows":
         pytest.skip("refused: several KV groups")
     given = {**GIVEN, "model": make("tiny" if kind == "fp8" else kind), **KINDS[kind]}
     if load == "layerwise":  # refused with what vLLM does by default on a GPU
-        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-        given["async_scheduling"] = False
+        given |= {"hooks": ("V1 runner",), "async_scheduling": False}
     alone = start(None, enable_prefix_caching=True, **given)
     cold = answers(alone)
     warm = answers(alone)

@@ -112,7 +112,7 @@ def test_all_threads_of_a_lane_copy_at_the_same_time(way, memory, monkeypatch):
 
 
 def threads_that_start(monkeypatch, most):
-    """No more than ``most`` threads of lanes start, each of those that are tried after another."""
+    """The first ``most`` threads of lanes start, those after them do not."""
     real, started = threading.Thread.start, []
 
     def start(self):
